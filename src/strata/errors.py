@@ -1,0 +1,74 @@
+"""The one error tree: every mistake a user can make or meet, with the way out in it.
+
+Lives at the top because every room raises from it; it imports nothing of Strata. A broken invariant
+is an ``assert``, never one of these. The CLI prints ``str(error)`` as one line, the hint as a second,
+and exits with ``exit_status``; the server answers with ``http_status`` and ``code``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "EngineError",
+    "MemoryPlanError",
+    "RequestError",
+    "StrataError",
+]
+
+
+class StrataError(Exception):
+    """Base of all named errors. ``message`` names the thing and the numbers; ``hint`` the way out."""
+
+    exit_status = 2
+    http_status = 500
+    code = "engine_error"
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = " ".join(message.split())
+        self.hint = " ".join(hint.split())
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class ConfigError(StrataError):
+    """An option, environment variable, or configuration key that cannot be taken as written."""
+
+    http_status = 400
+    code = "invalid_configuration"
+
+
+class CheckpointError(StrataError):
+    """A model file that is absent, damaged, of a kind that is not read, or does not fit its config."""
+
+    code = "invalid_checkpoint"
+
+
+class MemoryPlanError(StrataError):
+    """What was asked for does not fit: says how many bytes are short and which option helps."""
+
+    http_status = 507
+    code = "insufficient_memory"
+
+    def __init__(self, message: str, hint: str = "", *, short_bytes: int = 0) -> None:
+        super().__init__(message, hint)
+        self.short_bytes = short_bytes
+
+
+class RequestError(StrataError):
+    """A request that cannot be served: a client's mistake unless ``http_status`` says otherwise."""
+
+    def __init__(
+        self, message: str, hint: str = "", *, http_status: int = 400, code: str = "invalid_request"
+    ) -> None:
+        super().__init__(message, hint)
+        self.http_status = http_status
+        self.code = code
+
+
+class EngineError(StrataError):
+    """The engine could not finish a round: a dead worker, a missed deadline, logits not finite."""
+
+    exit_status = 1

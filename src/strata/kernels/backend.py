@@ -1,0 +1,97 @@
+"""The one seam to a device: memory, page-locking, streams, events and copies.
+
+Lives in ``kernels`` because only this room knows concrete backends. ``HostBackend`` (host.py) runs the
+whole engine with no GPU and can fail on purpose; ``CudaBackend`` is the real one. Nothing here knows
+what an expert is. Every address is a plain integer so that native code and ctypes share it; a
+``Buffer`` owns its bytes and frees them once, at ``free()`` or when it is collected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Backend", "Buffer", "DeviceEvent", "DeviceMemoryFull", "DeviceStream", "PinRefused", "Registration"]
+
+
+class DeviceMemoryFull(Exception):
+    """A device allocation did not fit under the cap. ``asked`` and ``free`` are bytes."""
+
+    def __init__(self, asked: int, free: int) -> None:
+        super().__init__(f"{asked} bytes asked, {free} free")
+        self.asked = asked
+        self.free = free
+
+
+class PinRefused(Exception):
+    """The driver refused to page-lock a range. ``asked`` is bytes. Never leaves a sticky error."""
+
+    def __init__(self, asked: int, reason: str) -> None:
+        super().__init__(f"{asked} bytes: {reason}")
+        self.asked = asked
+        self.reason = reason
+
+
+class Buffer(Protocol):
+    """A contiguous range of bytes. ``address`` is aligned to at least 4,096 bytes."""
+
+    address: int
+    nbytes: int
+
+    def free(self) -> None: ...
+
+
+class Registration(Protocol):
+    """A page-locked host range. ``alias(address)`` is its address as the device sees it."""
+
+    address: int
+    nbytes: int
+
+    def alias(self, address: int) -> int: ...
+
+    def unregister(self) -> None: ...
+
+
+class DeviceEvent(Protocol):
+    def query(self) -> bool:
+        """True once all work before the event is complete."""
+
+    def synchronize(self) -> None:
+        """Blocks until complete; raises ``EngineError`` if a copy before it failed."""
+
+
+class DeviceStream(Protocol):
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        """Enqueues a copy in order on this stream. Both ranges must stay valid until an event after it."""
+
+    def record(self) -> DeviceEvent: ...
+
+    def wait(self, event: DeviceEvent) -> None:
+        """Work enqueued later on this stream starts after ``event``."""
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    name: str
+    kind: str  # 'cpu' or 'cuda'
+    memory_total: int
+    memory_free: int
+
+
+class Backend(Protocol):
+    """What the memory and experts rooms may ask of a device."""
+
+    def info(self) -> DeviceInfo: ...
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Device memory under the cap. Raises ``DeviceMemoryFull``."""
+
+    def allocate_pinned(self, nbytes: int) -> tuple[Buffer, Registration]:
+        """One page-locked, portable, device-mapped allocation (path 1). Raises ``PinRefused``."""
+
+    def register(self, address: int, nbytes: int) -> Registration:
+        """Page-locks existing whole pages (path 2). Zero bytes is the caller's mistake. Raises ``PinRefused``."""
+
+    def stream(self) -> DeviceStream: ...
