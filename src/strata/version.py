@@ -1,0 +1,39 @@
+"""The version of this package and the commit that it was made from.
+
+Lives on top because ``--version``, benchmark records and packs all state it. It needs no git: without one, or
+outside a checkout, the commit is simply not known.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+__all__ = ["VERSION", "commit", "describe"]
+
+VERSION = "0.1.0"
+
+
+def commit() -> str:
+    """Short commit, ``-dirty`` appended when the checkout has uncommitted changes; empty when not known.
+
+    A built package carries ``_commit.txt``; a checkout is asked through git.
+    """
+    package = Path(__file__).resolve().parent
+    recorded = package / "_commit.txt"
+    if recorded.exists():
+        return recorded.read_text(encoding="utf-8").strip()
+    root = package.parent.parent
+    if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def describe() -> str:
+    """What ``strata --version`` prints."""
+    known = commit()
+    return f"strata {VERSION} ({known})" if known else f"strata {VERSION}"
