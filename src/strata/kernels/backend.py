@@ -11,10 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Backend", "Buffer", "DeviceEvent", "DeviceMemoryFull", "DeviceStream", "PinRefused", "Registration"]
+__all__ = [
+    "Backend",
+    "Buffer",
+    "DeviceEvent",
+    "DeviceInfo",
+    "DeviceMemoryFull",
+    "DeviceStream",
+    "PinRefused",
+    "Registration",
+]
 
 
-class DeviceMemoryFull(Exception):
+class DeviceMemoryFull(Exception):  # noqa: N818 - a state the caller plans for, not a mistake
     """A device allocation did not fit under the cap. ``asked`` and ``free`` are bytes."""
 
     def __init__(self, asked: int, free: int) -> None:
@@ -23,7 +32,7 @@ class DeviceMemoryFull(Exception):
         self.free = free
 
 
-class PinRefused(Exception):
+class PinRefused(Exception):  # noqa: N818 - an answer the caller works with, not a mistake
     """The driver refused to page-lock a range. ``asked`` is bytes. Never leaves a sticky error."""
 
     def __init__(self, asked: int, reason: str) -> None:
@@ -54,7 +63,7 @@ class Registration(Protocol):
 
 class DeviceEvent(Protocol):
     def query(self) -> bool:
-        """True once all work before the event is complete."""
+        """True once all work before the event is complete; raises ``EngineError`` if a copy before it failed."""
 
     def synchronize(self) -> None:
         """Blocks until complete; raises ``EngineError`` if a copy before it failed."""
@@ -74,10 +83,13 @@ class DeviceStream(Protocol):
 
 @dataclass(frozen=True)
 class DeviceInfo:
+    """What a device says of itself; bytes. ``kind`` is 'cpu' (its memory is RAM) or 'cuda'."""
+
     name: str
-    kind: str  # 'cpu' or 'cuda'
+    kind: str
     memory_total: int
     memory_free: int
+    pins_charge_device: bool = False  # page-locked bytes also come off ``memory_free``
 
 
 class Backend(Protocol):
@@ -95,3 +107,6 @@ class Backend(Protocol):
         """Page-locks existing whole pages (path 2). Zero bytes is the caller's mistake. Raises ``PinRefused``."""
 
     def stream(self) -> DeviceStream: ...
+
+    def close(self) -> None:
+        """Ends the streams. Buffers and registrations are their owners' to free."""
