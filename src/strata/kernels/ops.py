@@ -169,9 +169,9 @@ class Ops(Protocol):
     def hyper_mix(self, x_TSH: torch.Tensor, weights: HyperWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(u_TH, c_TS): what a block reads of the streams, and how strongly its output is written back.
 
-        n_TSH = x * rsqrt(mean over H(x^2) + eps) * (1 + norm); m = sigmoid(up(silu(down(n) / S))) as T x S x H, where the
-        matrices act on n flattened to S*H; u = (1/S) * sum over s ascending of m_s * n_s; c = 2 sigmoid(inject(n) / S), or
-        None when the weights have no ``inject``.
+        n_TSH = x * rsqrt(mean over H(x^2) + eps) * (1 + norm); m = sigmoid(up(silu(down(n) / S))) as T x S x H, where
+        the matrices act on n flattened to S*H; u = (1/S) * sum over s ascending of m_s * n_s;
+        c = 2 sigmoid(inject(n) / S), or None when the weights have no ``inject``.
         """
 
     def hyper_add(self, x_TSH: torch.Tensor, c_TS: torch.Tensor, y_TH: torch.Tensor) -> torch.Tensor:
@@ -206,7 +206,7 @@ class Ops(Protocol):
     def gated_delta(
         self, q_TGD: torch.Tensor, rows: DeltaRows, state_NDV: torch.Tensor, pending: DeltaRows | None, *, write: bool
     ) -> torch.Tensor:
-        """o_TNV of the gated delta rule. ``pending`` rows, accepted earlier, are first folded into ``state_NDV`` IN PLACE.
+        """o_TNV of the gated delta rule. ``pending`` rows, accepted earlier, are folded into ``state_NDV`` IN PLACE first.
 
         The rows then run in order on a copy of the state; ``write`` makes that copy the state (in place: a prompt),
         otherwise the state stays as ``pending`` left it (a window). One row, with h = n // (N / G) and S = state[n]:
@@ -229,15 +229,15 @@ class Ops(Protocol):
     def index_block_keys(
         self, raw_BJD: torch.Tensor, weight_D: torch.Tensor, eps: float, cos_BR: torch.Tensor, sin_BR: torch.Tensor
     ) -> torch.Tensor:
-        """key_BD of B complete blocks: rope(rms_norm(mean over J ascending(raw), 1 + weight)) at the block's first position,
-        whose cosines and sines are given."""
+        """key_BD of B complete blocks: rope(rms_norm(mean over J ascending(raw), 1 + weight)) at the block's first
+        position, whose cosines and sines are given."""
 
     def select_blocks(
         self, q_TND: torch.Tensor, key_BD: torch.Tensor, start: int, block: int, top_blocks: int
     ) -> torch.Tensor:
         """ids int32 T x top_blocks: which complete blocks each row attends, ascending, padded with -1 at the end.
 
-        Row t sees n = (start + t + 1) // block complete blocks (key_BD has at least that many rows). With n <= top_blocks
+        Row t sees n = (start + t + 1) // block complete blocks (key_BD has at least as many rows). With n <= top_blocks
         all of them; otherwise the top_blocks by (score descending, id ascending), score = sum over heads ascending of
         relu(q_n . key). A NaN score sorts last. The constant 1/sqrt(D) of the score changes no order and is left out.
         """
@@ -252,8 +252,8 @@ class Ops(Protocol):
         blocks_TM: torch.Tensor | None,
         block: int,
     ) -> torch.Tensor:
-        """o_TND as ``attention``, but row t attends only the tokens of its listed blocks (id i: [i*block, (i+1)*block)) and
-        of the incomplete tail [((start+t+1) // block) * block, start + t], in ascending order of position.
+        """o_TND as ``attention``, but row t attends only the tokens of its listed blocks (id i: [i*block, (i+1)*block))
+        and of the incomplete tail [((start+t+1) // block) * block, start + t], in ascending order of position.
 
         ``blocks_TM`` None means every complete block for every row. A row whose list holds all complete blocks is the
         same bits as with None and as ``attention`` gives.
