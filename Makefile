@@ -1,0 +1,69 @@
+# Two commands do everything on a fresh machine: `make run` and `make test`.
+# PYTHON=python3.12 picks the interpreter; PROMPT='...' and ARGS='...' are passed to the demo.
+
+PY := .venv/bin/python
+WORKERS ?= 2
+export PROMPT
+export PYTHON
+
+.PHONY: help run test lint format bench clean lock generate environment environment-dev native test-gpu test-cpu512 check
+
+help:
+	@echo "make run          install, build, and run the demo   [PROMPT='def add(a, b):'] [ARGS='--threads 2']"
+	@echo "make test         install, build, and run all tests  [ARGS='-k config']"
+	@echo "make lint         ruff and strict types"
+	@echo "make bench        all benchmarks that this machine can run; results in benchmarks/results"
+	@echo "make test-gpu     the tests that need an NVIDIA card"
+	@echo "make test-cpu512  the tests that need AVX-512"
+	@echo "make generate     rewrite the generated pages (reference, licences) from their sources"
+	@echo "make clean        remove what was built and installed here"
+
+run: environment native
+	@.venv/bin/strata demo $${PROMPT:+--prompt "$$PROMPT"} $(ARGS)
+
+test: environment-dev native
+	@$(PY) -m pytest -n $(WORKERS) -q $(ARGS)
+
+# Both run only marked tests and fail where the hardware is missing: here they are asked for by name.
+test-gpu: environment-dev native
+	@STRATA_TESTS_REQUIRE=gpu $(PY) -m pytest -m gpu -q $(ARGS)
+
+test-cpu512: environment-dev native
+	@STRATA_TESTS_REQUIRE=avx512 $(PY) -m pytest -m avx512 -q $(ARGS)
+
+lint: environment-dev
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+format: environment-dev
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+bench: environment-dev native
+	@$(PY) benchmarks/run_all.py $(ARGS)
+
+generate: environment-dev
+	@$(PY) tools/reference.py
+	@$(PY) tools/licences.py
+
+lock: environment-dev
+	@$(PY) tools/lock.py
+
+environment:
+	@$(PY) tools/environment.py --current 2>/dev/null || \
+	  { python=$$(sh tools/check.sh) && "$$python" tools/environment.py; }
+
+environment-dev:
+	@$(PY) tools/environment.py --current --extra dev 2>/dev/null || \
+	  { python=$$(sh tools/check.sh) && "$$python" tools/environment.py --extra dev; }
+
+native:
+	@$(PY) tools/build_native.py
+
+check:
+	@sh tools/check.sh
+
+clean:
+	rm -rf .venv build dist src/*.egg-info src/strata/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
