@@ -1,0 +1,247 @@
+"""Text to token ids and back, for one checkpoint.
+
+A thin layer over the tokenizers library that adds what a server of untrusted text needs: control tokens typed by a
+user stay text, no prompt begins with two BOS tokens, every id that can end an answer is known, and ids are decoded by
+bytes. It must not know about models, engines or HTTP.
+
+Legend: a *control token* is an added token that the library calls special, or that the chat template writes; a
+*hidden* token is a special one, which decoding leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Library
+
+from strata.errors import CheckpointError, RequestError
+from strata.text.control_text import ControlText, ControlToken, Segment
+from strata.text.family_template import FAMILY_TEMPLATE
+from strata.text.token_bytes import ByteAlphabet
+from strata.text.tokenizer_files import TokenizerFiles
+
+__all__ = ["Tokenizer"]
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint. Immutable once built; safe to share between threads.
+
+    ``vocab_size`` is the largest id plus one (a model's logits are often padded beyond it), ``eos_ids`` every id
+    that ends an answer, ascending, ``bos_id`` the BOS token if there is one, ``adds_bos`` whether plain prompts
+    begin with it.
+    """
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        self.files = files
+        self._spec = _parse(files)
+        self._library = _load(self._spec, files.directory)
+        self._alphabet = ByteAlphabet(self._spec)
+        self._added = {item["id"]: item for item in self._spec.get("added_tokens") or []}
+        vocabulary_ids = self._library.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(vocabulary_ids, default=-1) + 1
+        self.control_ids: Mapping[str, int] = self._control_ids()
+        self.hidden_ids = frozenset(id_ for id_, item in self._added.items() if item.get("special"))
+        self.control_text = ControlText(
+            ControlToken(item["content"], bool(item.get("lstrip")), bool(item.get("rstrip")))
+            for item in self._added.values()
+            if item["content"] in self.control_ids
+        )
+        self.bos_id = self._id_of_role("bos_token")
+        self.eos_ids = self._eos_ids()
+        self.adds_bos = self._adds_bos()
+        self._bytes: dict[int, bytes] = {}
+        self._plain_lock = threading.Lock()
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> Tokenizer:
+        """Read the tokenizer of a checkpoint's or a pack's folder; raises CheckpointError naming file and fault."""
+        return cls(TokenizerFiles.read(Path(path)))
+
+    # Encoding
+
+    def encode(self, text: str, *, bos: bool = True, markers: bool = False) -> list[int]:
+        """Ids of ``text``.
+
+        ``bos`` puts the BOS token first where this tokenizer's prompts begin with one, never twice.
+        ``markers`` lets control tokens in ``text`` count as such; without it no id of the result is one of them.
+        Raises RequestError for text that is not Unicode (a lone surrogate).
+        """
+        return self.encode_segments([Segment(text, markers)], bos=bos)
+
+    def encode_segments(self, segments: Sequence[Segment], *, bos: bool = False) -> list[int]:
+        """Ids of a prompt whose parts differ in trust, as a chat template renders it. ``bos`` as in ``encode``."""
+        ids: list[int] = []
+        for segment in segments:
+            check_text(segment.text)
+            first = not ids
+            if segment.markers:
+                ids += self._encode_full(segment.text)
+            else:
+                ids += self._encode_text(segment.text, first=first)
+        if bos and self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def _encode_full(self, text: str) -> list[int]:
+        return self._library.encode(text, add_special_tokens=False).ids
+
+    def _encode_text(self, text: str, *, first: bool) -> list[int]:
+        """Ids of untrusted text. The library is asked plainly where no control token can be read; its answer is
+        checked, since normalising (full-width brackets, say) can make one out of other characters."""
+        alike = first or not _prepends_first(self._spec)
+        if alike and not self.control_text.found_in(text):
+            ids = self._encode_full(text)
+            if self._forbidden.isdisjoint(ids):
+                return ids
+        library, renamed = self._plain_first if first else self._plain_inner
+        ids = [renamed.get(id_, id_) for id_ in library.encode(text, add_special_tokens=False).ids]
+        if self._forbidden.isdisjoint(ids):
+            return ids
+        # A vocabulary that holds control tokens as ordinary pieces: keep the pieces apart.
+        span = self.control_text.first(text)
+        if span is None:
+            raise RequestError("the text cannot be written without a control token of this model", "reword it")
+        cut = span[0] + 1
+        return self._encode_text(text[:cut], first=first) + self._encode_text(text[cut:], first=False)
+
+    @cached_property
+    def _forbidden(self) -> frozenset[int]:
+        return frozenset(self.control_ids.values())
+
+    @property
+    def _plain_first(self) -> tuple[Library, dict[int, int]]:
+        return self._plain("first")
+
+    @property
+    def _plain_inner(self) -> tuple[Library, dict[int, int]]:
+        return self._plain("inner")
+
+    def _plain(self, place: str) -> tuple[Library, dict[int, int]]:
+        """The same tokenizer without its control tokens, and a map of ids that moved by leaving them out.
+
+        Built when a user first types a control token: it costs as much as loading the tokenizer did.
+        """
+        with self._plain_lock:
+            cache: dict[str, tuple[Library, dict[int, int]]] = self.__dict__.setdefault("_plain_cache", {})
+            key = place if _prepends_first(self._spec) else "first"
+            if key not in cache:
+                cache[key] = self._build_plain(inner=key == "inner")
+            return cache[key]
+
+    def _build_plain(self, *, inner: bool) -> tuple[Library, dict[int, int]]:
+        spec = dict(self._spec)
+        spec["added_tokens"] = [item for item in self._added.values() if item["content"] not in self.control_ids]
+        spec["post_processor"] = None
+        if inner:
+            spec["pre_tokenizer"] = {**spec["pre_tokenizer"], "prepend_scheme": "never"}
+        library = _load(spec, self.files.directory)
+        real = {item["content"]: item["id"] for item in spec["added_tokens"]}
+        moved = {id_: real[token.content] for id_, token in library.get_added_tokens_decoder().items()}
+        return library, moved
+
+    # Decoding
+
+    def decode(self, ids: Iterable[int], *, show_hidden: bool = False) -> str:
+        """The text of a whole sequence. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary nothing."""
+        data = b"".join(self.token_bytes(id_) for id_ in ids if show_hidden or id_ not in self.hidden_ids)
+        if self._alphabet.strips_space and data.startswith(b" "):
+            data = data[1:]
+        return data.decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; empty for an id that the vocabulary does not hold."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._read_bytes(token_id)
+        return known
+
+    def _read_bytes(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            content: str = self._added[token_id]["content"]
+            return content.encode("utf-8", "replace")
+        token = self._library.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        return b"" if token is None else self._alphabet.bytes_of(token)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its string, or None."""
+        return self._library.token_to_id(token)
+
+    # What the files say
+
+    def _control_ids(self) -> dict[str, int]:
+        """Special tokens, and the other added tokens that a template writes (``<think>``, ``<tool_call>``).
+
+        The rest of the added tokens is ordinary text that a publisher wanted whole (runs of spaces, HTML tags).
+        """
+        templates = "\0".join(self.files.chat_templates.values()) or FAMILY_TEMPLATE
+        return {
+            item["content"]: id_
+            for id_, item in self._added.items()
+            if item["content"] and (item.get("special") or (item["content"].strip() and item["content"] in templates))
+        }
+
+    def _id_of_role(self, role: str) -> int | None:
+        token = self.files.token_of(role)
+        if token is None:
+            return None
+        id_ = self.token_id(token)
+        if id_ is None:
+            raise CheckpointError(
+                f"{self.files.directory}: {role} is {token!r}, which tokenizer.json does not hold",
+                "copy tokenizer.json and tokenizer_config.json from the same revision",
+            )
+        return id_
+
+    def _eos_ids(self) -> tuple[int, ...]:
+        own = self._id_of_role("eos_token")
+        return tuple(sorted({*self.files.eos_ids, *([] if own is None else [own])}))
+
+    def _adds_bos(self) -> bool:
+        """The configuration's word where it has one, else what the library itself does to a plain text."""
+        if self.bos_id is None:
+            return False
+        said = self.files.config.get("add_bos_token")
+        if isinstance(said, bool):
+            return said
+        return self._library.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
+
+
+def check_text(text: str) -> None:
+    """Raise RequestError for a string that UTF-8 cannot hold: JSON lets clients send half a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text holds a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}",
+            "send whole Unicode characters",
+        ) from error
+
+
+def _parse(files: TokenizerFiles) -> dict[str, Any]:
+    path = files.directory / "tokenizer.json"
+    try:
+        spec = json.loads(files.spec)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not readable JSON: {error}", "copy the file again") from error
+    if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
+        raise CheckpointError(f"{path}: holds no tokenizer", "copy the file again")
+    # A stored limit or padding would change prompts unsaid.
+    return {**spec, "truncation": None, "padding": None}
+
+
+def _load(spec: dict[str, Any], directory: Path) -> Library:
+    try:
+        return Library.from_str(json.dumps(spec, ensure_ascii=False))
+    except Exception as error:  # The library raises bare Exception, nothing narrower.
+        raise CheckpointError(f"{directory / 'tokenizer.json'}: {error}", "copy the file again") from error
+
+
+def _prepends_first(spec: dict[str, Any]) -> bool:
+    """Whether only the first piece of a text gets SentencePiece's leading space."""
+    pre_tokenizer = spec.get("pre_tokenizer")
+    return isinstance(pre_tokenizer, dict) and pre_tokenizer.get("prepend_scheme") == "first"
