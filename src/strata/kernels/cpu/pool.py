@@ -1,0 +1,133 @@
+"""Sizes and pins the native thread pool from what this process may use.
+
+Lives beside the native kernels because they all share the one pool. The processors come from the affinity
+mask, the number from the control group's quota; threads are laid over physical cores first and round-robin
+over memory nodes, so that a few threads still see every node's bandwidth. It must not know what jobs compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from strata.errors import ConfigError
+from strata.kernels.cpu.library import check, declare
+
+__all__ = ["PoolStatistics", "configure", "default_threads", "latency", "order_cpus", "statistics", "threads"]
+
+_SYSTEM = Path("/sys/devices/system")
+
+
+@dataclass(frozen=True)
+class PoolStatistics:
+    """``wakes``: times a worker slept and was woken; ``joins``: workers that took part, summed over jobs."""
+
+    threads: int
+    jobs: int
+    wakes: int
+    joins: int
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _quota() -> float:
+    """Processors that the control group grants this process; infinity without a limit."""
+    granted = math.inf
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        folder = Path("/sys/fs/cgroup") / path.lstrip("/")
+        if controllers == "":
+            words = (_read(folder / "cpu.max") or _read(Path("/sys/fs/cgroup/cpu.max"))).split()
+            if len(words) == 2 and words[0] != "max":
+                granted = min(granted, int(words[0]) / int(words[1]))
+        elif "cpu" in controllers.split(","):
+            group = Path("/sys/fs/cgroup/cpu") / path.lstrip("/")
+            quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+            if quota and period and int(quota) > 0:
+                granted = min(granted, int(quota) / int(period))
+    return granted
+
+
+def _node_of(cpu: int) -> int:
+    for entry in sorted((_SYSTEM / "cpu" / f"cpu{cpu}").glob("node*")):
+        return int(entry.name.removeprefix("node"))
+    return 0
+
+
+def _core_of(cpu: int) -> str:
+    siblings = _read(_SYSTEM / "cpu" / f"cpu{cpu}" / "topology" / "thread_siblings_list")
+    return siblings or str(cpu)
+
+
+def order_cpus(cpus: dict[int, tuple[int, str]]) -> list[int]:
+    """Processors in the order that threads take them. ``cpus``: id -> (memory node, name of its physical core).
+
+    First one thread of each core, the nodes in turn; then the second threads of the cores, likewise.
+    """
+    seen: dict[str, int] = {}
+    place: dict[tuple[int, int], int] = {}
+    keys: list[tuple[int, int, int, int]] = []
+    for cpu in sorted(cpus):
+        node, core = cpus[cpu]
+        sibling = seen.get(core, 0)
+        seen[core] = sibling + 1
+        index = place.get((node, sibling), 0)
+        place[node, sibling] = index + 1
+        keys.append((sibling, index, node, cpu))
+    return [cpu for _, _, _, cpu in sorted(keys)]
+
+
+def _allowed() -> dict[int, tuple[int, str]]:
+    return {cpu: (_node_of(cpu), _core_of(cpu)) for cpu in os.sched_getaffinity(0)}
+
+
+def default_threads() -> int:
+    """Threads when none are asked for: the physical cores of the affinity mask, at most the group's quota."""
+    allowed = _allowed()
+    cores = len({core for _, core in allowed.values()})
+    return max(1, min(cores, math.floor(_quota()) if math.isfinite(_quota()) else cores))
+
+
+def configure(asked: int | None = None) -> int:
+    """(Re)starts the pool with ``asked`` threads (None: ``default_threads()``), the caller included. Returns them.
+
+    Each worker is pinned to a processor of its own; more threads than processors run unpinned. Waits for a
+    running job. Raises ``ConfigError`` for a number out of range.
+    """
+    number = default_threads() if asked is None else asked
+    if not 1 <= number <= 256:
+        raise ConfigError(f"{number} threads asked", "use 1 to 256 threads")
+    cpus = order_cpus(_allowed())
+    pinned = cpus if number <= len(cpus) else []
+    array = (ctypes.c_int * max(1, len(pinned)))(*pinned)
+    start = declare("strata_pool_configure", ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+    check(start(number, array, len(pinned)))
+    return number
+
+
+def threads() -> int:
+    """Threads of a job, the caller included; 1 until ``configure`` was called."""
+    return int(declare("strata_pool_threads")())
+
+
+def statistics() -> PoolStatistics:
+    numbers = [ctypes.c_longlong() for _ in range(3)]
+    read = declare("strata_pool_counters", *[ctypes.c_void_p] * 3, returns=None)
+    read(*[ctypes.byref(number) for number in numbers])
+    return PoolStatistics(threads(), *[number.value for number in numbers])
+
+
+def latency(rounds: int = 200, pause_us: int = 0) -> tuple[float, float]:
+    """Median and largest microseconds until all threads have joined an empty job, each after ``pause_us`` of rest."""
+    median, largest = ctypes.c_double(), ctypes.c_double()
+    measure = declare("strata_pool_latency", ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    check(measure(rounds, pause_us, ctypes.byref(median), ctypes.byref(largest)))
+    return median.value, largest.value
