@@ -79,11 +79,11 @@ def pip(*words: str) -> None:
 
 
 def torch_build() -> str:
-    """'cuda' if the PyTorch that pip would install here needs NVIDIA's packages, 'cpu' if not, 'present' if it is there."""
+    """Which PyTorch pip would install: 'cuda' (needs NVIDIA's packages), 'cpu', or 'present' (nothing to do)."""
     wanted = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        pip("install", "--quiet", "--dry-run", "--no-deps", "--report", str(report), wanted)
+        pip("install", "-qq", "--dry-run", "--no-deps", "--report", str(report), wanted)
         chosen = json.loads(report.read_text())["install"]
     if not chosen:
         return "present"
@@ -119,9 +119,9 @@ def install(extras: set[str]) -> None:
         subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
     STAMP.unlink(missing_ok=True)
     announce(extras)
-    pip("install", "--quiet", "--constraint", "constraints.txt", *requirements(extras))
+    pip("install", "-qq", "--constraint", "constraints.txt", *requirements(extras))
     # The build backend is pinned in the environment like all else, so nothing is fetched into a second one.
-    pip("install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", ".")
+    pip("install", "-qq", "--no-deps", "--no-build-isolation", "--editable", ".")
     STAMP.write_text(json.dumps({"key": key(), "extras": sorted(extras)}) + "\n")
     print(f"strata: environment ready in {time.monotonic() - started:.0f} s", flush=True)
 
