@@ -206,7 +206,7 @@ class Ops(Protocol):
     def gated_delta(
         self, q_TGD: torch.Tensor, rows: DeltaRows, state_NDV: torch.Tensor, pending: DeltaRows | None, *, write: bool
     ) -> torch.Tensor:
-        """o_TNV of the gated delta rule. ``pending`` rows, accepted earlier, are folded into ``state_NDV`` IN PLACE first.
+        """o_TNV of the gated delta rule. ``pending`` rows, accepted earlier, are first folded into ``state`` IN PLACE.
 
         The rows then run in order on a copy of the state; ``write`` makes that copy the state (in place: a prompt),
         otherwise the state stays as ``pending`` left it (a window). One row, with h = n // (N / G) and S = state[n]:
