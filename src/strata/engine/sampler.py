@@ -1,0 +1,216 @@
+"""From one row of logits to one token: the only place that decides what is said next.
+
+Plain functions over a FP32 row in host memory; a row's token depends on that row, the request's parameters, its own
+earlier tokens and (seed, step), never on its neighbours. Arithmetic is float64, so that a sum over a vocabulary does
+not depend on the width of a vector unit more than the last digit. It must not know models, tiers or text.
+
+Order, which users of other engines will recognise:
+1. non-finite logits end the request; 2. forbidden ids, then ``logit_bias``; 3. repetition penalty over prompt and
+answer (positive logits divided, others multiplied); 4. frequency and presence penalty over the answer;
+5. temperature; 6. top-k; 7. top-p over what top-k left; 8. min-p relative to the likeliest; 9. one draw.
+Log-probabilities are the model's own: of the logits as they came, before step 2.
+
+Ties: lower ids rank first everywhere, so greedy takes the lowest id among equals.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from strata.engine.philox import fresh_seed, uniform
+from strata.engine.sampling_params import SamplingParams
+from strata.errors import EngineError
+
+__all__ = ["Choice", "Sampler", "distribution", "ranked", "token_logprobs"]
+
+Row = npt.NDArray[np.float32]
+Row64 = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen token. ``logprob`` and ``top`` (likeliest first) are filled when the request asked for them."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """The sampling of one request: its parameters, its seed and what it said so far.
+
+    ``pick`` reads, ``accept`` advances; a window of drafts is verified by picking and accepting row after row, so the
+    tokens are the same with drafts and without.
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Iterable[int] = (), *, end_ids: Collection[int] = ()) -> None:
+        """``prompt`` counts for the repetition penalty; ``end_ids`` are forbidden while ``min_tokens`` or
+        ``ignore_eos`` ask for it."""
+        self.params = params
+        self.seed = fresh_seed() if params.seed is None else params.seed
+        self.step = 0
+        self._end_ids = np.array(sorted({*end_ids, *params.stop_token_ids}), dtype=np.int64)
+        self._eos_ids = np.array(sorted(set(end_ids)), dtype=np.int64)
+        self._counts: Counter[int] = Counter()
+        self._seen: set[int] = set(prompt) if params.repetition_penalty != 1.0 else set()
+
+    def pick(self, logits: npt.ArrayLike, *, row: str = "0") -> Choice:
+        """Choose for the current step from ``logits`` (vocabulary, FP32, host memory; not changed, not kept).
+
+        ``row`` names the row in errors. Raises EngineError when a logit is not finite.
+        """
+        values = finite_row(logits, row)
+        adjusted = self._adjusted(values)
+        if self.params.greedy:
+            token = int(np.argmax(adjusted))
+        else:
+            ids, weights = distribution(adjusted, self.params)
+            token = draw(ids, weights, uniform(self.seed, self.step))
+        if self.params.logprobs is None:
+            return Choice(token)
+        logprob, top = token_logprobs(values, token, self.params.logprobs)
+        return Choice(token, logprob, top)
+
+    def accept(self, token: int) -> None:
+        """Take ``token`` as said; the next ``pick`` is for the step after it."""
+        self.step += 1
+        if self.params.penalised:
+            self._counts[token] += 1
+            self._seen.add(token)
+
+    def _adjusted(self, values: Row) -> Row | Row64:
+        """Steps 2 to 4; the row itself where nothing applies."""
+        params = self.params
+        forbidden = self._forbidden(len(values))
+        if not (params.logit_bias or len(forbidden) or self._counts or self._seen):
+            return values
+        adjusted = values.astype(np.float64)
+        for id_, bias in params.logit_bias.items():
+            if id_ < len(adjusted):
+                adjusted[id_] += bias
+        adjusted[forbidden] = -np.inf
+        if params.repetition_penalty != 1.0:
+            seen = _within(self._seen, len(adjusted))
+            old = adjusted[seen]
+            adjusted[seen] = np.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+        if self._counts and (params.frequency_penalty or params.presence_penalty):
+            said = _within(self._counts, len(adjusted))
+            counts = np.array([self._counts[int(id_)] for id_ in said], dtype=np.float64)
+            adjusted[said] -= params.frequency_penalty * counts + params.presence_penalty
+        return adjusted
+
+    def _forbidden(self, vocabulary: int) -> Ids:
+        early = self.step < self.params.min_tokens
+        ids = self._end_ids if early else self._eos_ids if self.params.ignore_eos else self._end_ids[:0]
+        return ids[ids < vocabulary]
+
+
+def finite_row(logits: npt.ArrayLike, row: str) -> Row:
+    """``logits`` as a FP32 vector; raises EngineError naming ``row`` and the first place that is not finite."""
+    values = np.asarray(logits, dtype=np.float32)
+    assert values.ndim == 1, f"one row of logits is sampled at a time, not {values.shape}"
+    if not len(values):
+        raise EngineError(f"row {row}: no logits", "the model has an empty vocabulary")
+    finite = np.isfinite(values)
+    if not finite.all():
+        bad = np.flatnonzero(~finite)
+        raise EngineError(
+            f"row {row}: {len(bad)} of {len(values)} logits are not finite, first {values[bad[0]]} at id {bad[0]}",
+            "the weights or a kernel are at fault: 'strata verify' finds which",
+        )
+    return values
+
+
+def ranked(values: Row | Row64, count: int) -> Ids:
+    """The ``count`` ids of the largest values, largest first, lower ids first among equals."""
+    total = len(values)
+    if count < total:
+        least = np.partition(values, total - count)[total - count]
+        above = np.flatnonzero(values > least)
+        ids = np.concatenate([above, np.flatnonzero(values == least)[: count - len(above)]])
+    else:
+        ids = np.arange(total)
+    order: Ids = ids[np.lexsort((ids, -values[ids]))]
+    return order
+
+
+def distribution(values: Row | Row64, params: SamplingParams) -> tuple[Ids, Row64]:
+    """Steps 5 to 8: the ids that may be drawn, ascending, and their weights (likeliest 1, not normalised).
+
+    ``values`` may hold -inf for forbidden ids. At least one id is returned; ``params.temperature`` is above 0.
+    """
+    ids: Ids
+    if 0 < params.top_k < len(values):
+        ids = ranked(values, params.top_k)
+        weights = _weights(values[ids], params.temperature)
+    elif params.top_p < 1.0:
+        ids, weights = _nucleus(_weights(values, params.temperature), params.top_p)
+        return _above_min_p(ids, weights, params.min_p)
+    else:
+        ids, weights = np.arange(len(values)), _weights(values, params.temperature)
+    if params.top_p < 1.0:
+        kept = _prefix(weights, params.top_p * float(weights.sum()))
+        ids, weights = ids[:kept], weights[:kept]
+    return _above_min_p(ids, weights, params.min_p)
+
+
+def draw(ids: Ids, weights: Row64, number: float) -> int:
+    """The id at which the running sum of ``weights`` passes ``number`` (in [0, 1)) of their total."""
+    running = np.cumsum(weights)
+    index = int(np.searchsorted(running, number * running[-1], side="right"))
+    # The product can round up to the total; the last id with any weight is meant then.
+    return int(ids[min(index, int(np.flatnonzero(weights)[-1]))])
+
+
+def token_logprobs(values: Row, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Log-probability of ``token`` under softmax of ``values``, and of the ``count`` likeliest ids."""
+    wide = values.astype(np.float64)
+    largest = wide.max()
+    log_total = float(largest + np.log(np.exp(wide - largest).sum()))
+    top = ranked(values, min(count, len(values))) if count else []
+    return float(wide[token]) - log_total, tuple((int(id_), float(wide[id_]) - log_total) for id_ in top)
+
+
+def _weights(values: Row | Row64, temperature: float) -> Row64:
+    wide = values.astype(np.float64)
+    with np.errstate(over="ignore", under="ignore"):
+        weights: Row64 = np.exp((wide - wide.max()) / temperature)
+    return weights
+
+
+def _nucleus(weights: Row64, top_p: float) -> tuple[Ids, Row64]:
+    """Top-p over a whole vocabulary without sorting it: rank the likeliest 256, then four times as many, until
+    their mass suffices. A trained model's nucleus is rarely wider than the first step."""
+    wanted = top_p * float(weights.sum())
+    count = 256
+    while True:
+        ids = ranked(weights, min(count, len(weights)))
+        ordered = weights[ids]
+        if count >= len(weights) or float(np.cumsum(ordered)[-1]) >= wanted:
+            kept = _prefix(ordered, wanted)
+            return ids[:kept], ordered[:kept]
+        count *= 4
+
+
+def _prefix(ordered: Row64, wanted: float) -> int:
+    """How many of the weights, largest first, are needed to reach ``wanted``; at least one."""
+    return min(int(np.searchsorted(np.cumsum(ordered), wanted, side="left")) + 1, len(ordered))
+
+
+def _above_min_p(ids: Ids, weights: Row64, min_p: float) -> tuple[Ids, Row64]:
+    """Drop what is less likely than ``min_p`` times the likeliest, whose weight is 1; then sort by id."""
+    if min_p > 0.0:
+        likely = weights >= min_p
+        ids, weights = ids[likely], weights[likely]
+    order = np.argsort(ids)
+    return ids[order], weights[order]
+
+
+def _within(ids: Iterable[int], vocabulary: int) -> Ids:
+    return np.array(sorted(id_ for id_ in ids if 0 <= id_ < vocabulary), dtype=np.int64)
