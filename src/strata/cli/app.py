@@ -1,0 +1,177 @@
+"""The ``strata`` command: finds the command that was typed, and turns every ending into a line and a status.
+
+Lives in ``cli`` and never sees a tensor. A command's module is imported only when that command is typed, so that
+``strata --help`` loads nothing heavy.
+
+To add a command: write ``cli/NAME.py`` with a function ``command(...)`` whose parameters are typer's, and add one line
+to ``COMMANDS``. What it returns is the exit status (None is 0). A command that runs a model takes a first parameter
+``configure: Configure``; it then gets every option of ``config.py`` as a flag, and ``configure(model)`` returns the
+``Requested`` configuration, sets up logging, and serves ``--show-config``. It raises ``StrataError`` for what the user
+can mend, and never prints a traceback.
+
+Endings: 0 well, 2 a mistake of the user (one line and a hint), 1 a fault of ours or of the machine, 130 Ctrl-C, 141 a
+reader that closed the pipe.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, get_type_hints
+
+import typer
+
+from strata import version
+from strata.cli.configure import Configure, flag_parameters
+from strata.errors import StrataError
+from strata.paths import find_home
+
+__all__ = ["COMMANDS", "Command", "main"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of ``strata --help``. ``module`` holds the function ``command``."""
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS: tuple[Command, ...] = ()
+
+
+def typed_command(words: Sequence[str]) -> str | None:
+    """The command's name: the first word, since no option before it takes a value. None for ``strata --help``."""
+    return next((word for word in words if not word.startswith("-")), None)
+
+
+def adapt(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives typer a function whose parameters are the command's own, then one for each option it may be given.
+
+    ``configure`` is replaced by the options' flags; a command without it gets the log options alone.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    given = inspect.signature(function).parameters
+    takes_model = "configure" in given
+    own = [one.replace(annotation=hints[name]) for name, one in given.items() if name != "configure"]
+    flags = flag_parameters(None if takes_model else {"log"})
+
+    def invoke(**values: Any) -> None:
+        show_config = values.pop("show_config", False)
+        configure = Configure({one.name: values.pop(one.name) for one in flags if one.name in values}, show_config)
+        if takes_model:
+            values["configure"] = configure
+        else:
+            configure()
+        status = function(**values)
+        raise typer.Exit(int(status or 0))
+
+    signature = inspect.Signature([one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in [*own, *flags]])
+    invoke.__signature__ = signature  # type: ignore[attr-defined]
+    invoke.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
+    invoke.__doc__ = function.__doc__
+    return invoke
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(version.describe())
+        raise typer.Exit
+
+
+def build_app(typed: str | None) -> typer.Typer:
+    """All commands by name and help; only the typed one with its real parameters, which costs its import."""
+    app = typer.Typer(
+        name="strata",
+        help="Runs Mixture-of-Experts models larger than the graphics card's memory, on this PC.",
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def top(
+        show_version: Annotated[
+            bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print version and commit.")
+        ] = False,
+    ) -> None:
+        """Runs Mixture-of-Experts models larger than the graphics card's memory, on this PC."""
+
+    for one in COMMANDS:
+        function = adapt(import_module(one.module).command) if one.name == typed else lambda: None
+        app.command(one.name, help=one.help)(function)
+    return app
+
+
+def print_error(message: str, hint: str = "") -> None:
+    """One line, and the way out as a second."""
+    print(f"strata: error: {message}", file=sys.stderr)
+    if hint:
+        print(f"  try: {hint}", file=sys.stderr)
+
+
+def keep_traceback(error: BaseException) -> Path:
+    """Writes the traceback where a report can take it from: STRATA_HOME/logs, else the temporary folder."""
+    name = f"error-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}.log"
+    text = f"{version.describe()}\n{' '.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}"
+    try:
+        home = find_home()
+        path = home.make(home.logs) / name
+        path.write_text(text, encoding="utf-8")
+    except (OSError, StrataError):
+        path = Path(tempfile.gettempdir()) / f"strata-{name}"
+        path.write_text(text, encoding="utf-8")
+    return path
+
+
+def run_app(words: list[str]) -> int:
+    """Runs one command line. Raises what the command raises."""
+    if words and words[0] == "--serve":
+        words = ["serve", *words[1:]]
+    typed = typed_command(words)
+    words = words or ["--help"]
+    try:
+        status = build_app(typed)(args=words, prog_name="strata", standalone_mode=False)
+    except typer.TyperException as error:
+        known = any(one.name == typed for one in COMMANDS)
+        print_error(error.format_message().rstrip("."), f"strata {typed} --help" if known else "strata --help")
+        return 2
+    return status if isinstance(status, int) else 0
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The whole of the program; returns its exit status. ``words`` are the arguments, else those of the process."""
+    try:
+        status = run_app(list(sys.argv[1:] if words is None else words))
+        sys.stdout.flush()
+        return status
+    except StrataError as error:
+        print_error(error.message, error.hint)
+        return error.exit_status
+    except (KeyboardInterrupt, typer.Abort):
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Nobody reads on; Python would complain once more when it flushes standard output at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:  # noqa: BLE001 - the end of the program: no user sees a traceback, and none is lost
+        path = keep_traceback(error)
+        message = " ".join(str(error).split()) or "no message"
+        print_error(f"unexpected {type(error).__name__}: {message}", f"report this with {path}, which says where")
+        return 1
+
+
+def run() -> NoReturn:
+    """The console script."""
+    raise SystemExit(main())

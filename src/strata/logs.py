@@ -1,0 +1,74 @@
+"""Logging: one line a message on standard error, and all of them with time and place in a file if asked.
+
+Lives on top; rooms only do ``logging.getLogger(__name__)`` and log. Information is printed as it is, because users
+rely on those lines; warnings and errors carry their level.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from strata.errors import ConfigError
+from strata.progress import write_line
+
+__all__ = ["set_up_logging"]
+
+
+def one_line(text: str) -> str:
+    return " | ".join(part.strip() for part in text.splitlines() if part.strip())
+
+
+class OneLine(logging.Formatter):
+    """Keeps every message on one line, whatever it holds."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = one_line(record.getMessage())
+        if record.exc_info and record.exc_info[0] is not None:
+            text += f" ({record.exc_info[0].__name__}: {one_line(str(record.exc_info[1]))})"
+        return text if record.levelno == logging.INFO else f"{record.levelname.lower()}: {text}"
+
+
+class FileLine(logging.Formatter):
+    """The same with UTC time, level and module; a traceback follows on lines of its own."""
+
+    def converter(self, seconds: float | None) -> time.struct_time:
+        return time.gmtime(seconds)
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+
+
+class TerminalHandler(logging.Handler):
+    """Standard error as it is when the line is written, above a progress bar if one is drawn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        write_line(self.format(record))
+
+
+def set_up_logging(level: str, file: Path | None = None) -> None:
+    """Sends the ``strata`` loggers to standard error at ``level`` and to ``file`` at debug. Replaces an earlier set-up.
+
+    Raises ConfigError if the file cannot be opened.
+    """
+    logger = logging.getLogger("strata")
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+        old.close()
+    terminal = TerminalHandler()
+    terminal.setLevel(level.upper())
+    terminal.setFormatter(OneLine())
+    logger.addHandler(terminal)
+    logger.setLevel(level.upper())
+    if file is not None:
+        try:
+            to_file = logging.FileHandler(file, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"--log-file {file} cannot be opened: {error.strerror}", "name a file in a folder that you can write"
+            ) from None
+        to_file.setFormatter(FileLine())
+        logger.addHandler(to_file)
+        logger.setLevel(logging.DEBUG)
+    logger.propagate = False
