@@ -64,12 +64,19 @@ class HostStatistics:
     pageable_copies: int  # copies with one side on the device and the other neither there nor page-locked
 
 
+def _anonymous(nbytes: int) -> mmap.mmap:
+    """Zeroed RAM of this process alone."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, nbytes)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 class HostBuffer:
     """RAM standing in for device memory or for one page-locked allocation. Freed once."""
 
     def __init__(self, nbytes: int, release: Callable[[HostBuffer], None]) -> None:
         self.nbytes = nbytes
-        self._map: mmap.mmap | None = mmap.mmap(-1, nbytes)
+        self._map: mmap.mmap | None = _anonymous(nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._release = release
 

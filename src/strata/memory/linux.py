@@ -1,0 +1,268 @@
+"""The Linux calls of the memory room: mappings, huge pages, locking, limits, and how much RAM there is.
+
+Lives here because this room alone knows the operating system, and this file alone knows Linux. Everything it
+reads of the machine is read below ``root``, so that a test hands it a machine of its own. It must not know
+what the memory is used for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+__all__ = [
+    "PAGE_BYTES",
+    "FileMap",
+    "LockRefused",
+    "MemoryLimit",
+    "Region",
+    "advise",
+    "cpu_quota",
+    "direct_read_flag",
+    "drop_file_cache",
+    "lock_pages",
+    "locked_limit",
+    "map_file",
+    "map_region",
+    "memory_limits",
+    "read_ram",
+    "touch_pages",
+    "unlock_pages",
+    "usable_cpus",
+]
+
+PAGE_BYTES = mmap.PAGESIZE
+HUGE_PAGE_BYTES = 2 << 20
+UNLIMITED = 1 << 60  # cgroup v1 writes its "no limit" as a page-rounded 2^63
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+
+Advice = Literal["huge", "will_need", "sequential", "random", "populate"]
+_ADVICE: dict[Advice, int] = {"huge": 14, "will_need": 3, "sequential": 2, "random": 1, "populate": 23}
+
+
+class LockRefused(Exception):  # noqa: N818 - an answer the caller works with, not a mistake
+    """The system did not lock the pages; ``reason`` says why in its own words."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Region:
+    """Anonymous memory of this process; address and size are whole pages. Zero until written. Freed once."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        self._map: mmap.mmap | None = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def free(self) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+
+class FileMap:
+    """A file mapped for reading: its pages are the page cache's own. Freed once."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as handle:
+            self.nbytes = os.fstat(handle.fileno()).st_size
+            # A private writable mapping is never written; it only lets Python hand out its address.
+            self._map: mmap.mmap | None = mmap.mmap(
+                handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def free(self) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+
+def map_region(nbytes: int, *, huge_pages: bool = False) -> Region:
+    """Reserves memory without touching it. Raises ``MemoryError`` when the address space or a limit says no."""
+    try:
+        region = Region(nbytes)
+    except OSError as error:
+        raise MemoryError(f"{nbytes} bytes of memory: {error.strerror}") from error
+    if huge_pages:
+        advise(region.address, region.nbytes, "huge")
+    return region
+
+
+def map_file(path: Path) -> FileMap:
+    """Maps a whole file. Raises ``MemoryError`` where it is memory that is short, ``OSError`` for the file."""
+    try:
+        return FileMap(path)
+    except OSError as error:
+        if error.errno == 12:  # ENOMEM
+            raise MemoryError(f"mapping {path.name}: {error.strerror}") from error
+        raise
+
+
+def advise(address: int, nbytes: int, advice: Advice) -> bool:
+    """Tells the kernel how pages will be used; False where it does not know the advice."""
+    return bool(_libc.madvise(address, nbytes, _ADVICE[advice]) == 0)
+
+
+def touch_pages(address: int, nbytes: int) -> None:
+    """Makes the pages exist, as zeros, without the interpreter's lock. Only for memory that nobody has written."""
+    if not advise(address, nbytes, "populate"):  # since Linux 5.14
+        _libc.memset(address, 0, nbytes)
+
+
+def lock_pages(address: int, nbytes: int) -> None:
+    """Keeps whole pages in RAM (mlock). Raises ``LockRefused``; then nothing of the range is locked."""
+    if _libc.mlock(address, nbytes) == 0:
+        return
+    error = ctypes.get_errno()
+    _libc.munlock(address, nbytes)
+    limit = locked_limit()
+    words = os.strerror(error)
+    raise LockRefused(words if limit is None else f"{words}, RLIMIT_MEMLOCK is {limit / 2**20:.1f} MiB")
+
+
+def unlock_pages(address: int, nbytes: int) -> None:
+    _libc.munlock(address, nbytes)
+
+
+def locked_limit() -> int | None:
+    """Bytes that a process without CAP_IPC_LOCK may lock; None when there is no limit."""
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def address_space_limit() -> int | None:
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def read_ram(root: Path = Path("/")) -> tuple[int, int]:
+    """(all RAM, RAM that programs can still take) in bytes, as the kernel says, before any limit."""
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line)
+    total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    return total, available
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A limit on this process: ``name`` for people, ``limit`` and ``used`` bytes (reclaimable cache not counted)."""
+
+    name: str
+    limit: int
+    used: int
+
+
+def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+    """Every memory limit of this process's control groups (version 1 and 2), innermost first."""
+    return [*_limits_v2(root), *_limits_v1(root)]
+
+
+def _limits_v2(root: Path) -> Iterator[MemoryLimit]:
+    for folder in _group_folders(root, controller=""):
+        used = _read_number(folder / "memory.current")
+        cache = _read_stat(folder / "memory.stat", "inactive_file")
+        for name in ("memory.max", "memory.high"):
+            limit = _read_number(folder / name)
+            if limit is not None and limit < UNLIMITED:
+                yield MemoryLimit(f"cgroup {name}", limit, max(0, (used or 0) - cache))
+
+
+def _limits_v1(root: Path) -> Iterator[MemoryLimit]:
+    for folder in _group_folders(root, controller="memory"):
+        limit = _read_number(folder / "memory.limit_in_bytes")
+        used = _read_number(folder / "memory.usage_in_bytes")
+        cache = _read_stat(folder / "memory.stat", "total_inactive_file")
+        if limit is not None and limit < UNLIMITED:
+            yield MemoryLimit("cgroup memory.limit_in_bytes", limit, max(0, (used or 0) - cache))
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Processors' worth of time that the control groups grant, the smallest of them; None when unlimited."""
+    grants = []
+    for folder in _group_folders(root, controller=""):
+        words = _read_words(folder / "cpu.max")
+        if len(words) == 2 and words[0].isdigit():
+            grants.append(int(words[0]) / int(words[1]))
+    for folder in _group_folders(root, controller="cpu"):
+        quota, period = _read_number(folder / "cpu.cfs_quota_us"), _read_number(folder / "cpu.cfs_period_us")
+        if quota is not None and period and quota > 0:
+            grants.append(quota / period)
+    return min(grants) if grants else None
+
+
+def usable_cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def direct_read_flag() -> int:
+    """The flag of ``os.open`` that reads past the page cache; offset, size and address must be whole pages."""
+    return os.O_DIRECT
+
+
+def drop_file_cache(descriptor: int) -> None:
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _group_folders(root: Path, controller: str) -> list[Path]:
+    """Folders of this process's group for a version 1 controller, or of version 2 for ``""``, up to the mount."""
+    path = None
+    for line in _read_lines(root / "proc/self/cgroup"):
+        _, controllers, group = line.split(":", 2)
+        if controller in controllers.split(","):
+            path = group
+    if path is None:
+        return []
+    for line in _read_lines(root / "proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        mount_root, mount_point = before.split(" ")[3:5]
+        if (
+            kind == "cgroup2"
+            if not controller
+            else kind == "cgroup" and controller in options.split(" ")[-1].split(",")
+        ):
+            mount = root / mount_point.lstrip("/")
+            inner = path[len(mount_root) :] if mount_root != "/" and path.startswith(mount_root) else path
+            if mount_root != "/" and not path.startswith(mount_root):
+                inner = ""  # the group is seen from inside a container: its folder is the mount itself
+            leaf = mount / inner.strip("/")
+            return [folder for folder in (leaf, *leaf.parents) if folder == mount or mount in folder.parents]
+    return []
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _read_words(path: Path) -> list[str]:
+    lines = _read_lines(path)
+    return lines[0].split() if lines else []
+
+
+def _read_number(path: Path) -> int | None:
+    words = _read_words(path)
+    return int(words[0]) if words and words[0].lstrip("-").isdigit() else None
+
+
+def _read_stat(path: Path, key: str) -> int:
+    for line in _read_lines(path):
+        name, _, value = line.partition(" ")
+        if name == key and value.strip().isdigit():
+            return int(value)
+    return 0

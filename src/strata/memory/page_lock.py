@@ -1,0 +1,240 @@
+"""Takes the RAM of an expert copy and page-locks as much of it as is granted: paths 1, 2 and 3, said in the log.
+
+Lives in ``memory`` because the paths are rules about pages, drivers and limits. It hands back addresses and device
+aliases by place; what lies in a place it must not know. A refusal is an answer here, never an error: the load goes on
+with less, and nothing is registered again after the first refusal.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata.kernels.backend import Backend, Buffer, PinRefused, Registration
+from strata.memory.requests import PinRequest
+from strata.memory.system import system
+
+__all__ = ["LockedMemory", "cut_slices", "take_memory"]
+
+logger = logging.getLogger(__name__)
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A registered part of a copy: whole pages shared with no other slice."""
+
+    offset: int
+    nbytes: int
+    registration: Registration
+
+
+class LockedMemory:
+    """RAM for ``num_places`` experts of ``stride`` bytes, some of it page-locked. Owned by whoever took it.
+
+    ``path`` is 1, 2 or 3; ``aliases`` holds for each place its address as the device sees it, 0 where no slice holds
+    the place whole (the CPU computes it in rounds, the stager copies it in prompts).
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer | system.Region,
+        num_places: int,
+        stride: int,
+        path: int,
+        slices: list[Slice],
+        report: str,
+    ) -> None:
+        self._buffer = buffer
+        self.address = buffer.address
+        self.nbytes = num_places * stride
+        self.num_places = num_places
+        self.stride = stride
+        self.path = path
+        self.slices = tuple(slices)
+        self.report = report
+        self.aliases = _find_aliases(num_places, stride, buffer.address, self.slices)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of places that are page-locked whole."""
+        return int(np.count_nonzero(self.aliases)) * self.stride
+
+    def close(self) -> None:
+        """Unregisters, then frees. Nothing may be copying from or to it."""
+        for part in self.slices:
+            part.registration.unregister()
+        self.slices = ()
+        self._buffer.free()
+
+
+def take_memory(
+    backend: Backend,
+    num_places: int,
+    stride: int,
+    request: PinRequest,
+    *,
+    limit: int | None = None,
+    slice_bytes: int = GIB,
+    needed: NDArray[np.bool_] | None = None,
+    name: str = "expert copy",
+) -> LockedMemory:
+    """Memory for ``num_places`` of ``stride`` bytes, page-locked by the first path that works.
+
+    ``limit``: at most so many bytes page-locked, None: until refused. ``slice_bytes``: about one layer. ``needed``
+    (one flag a place): only these are worth locking. Raises ``MemoryError`` when even ordinary memory is refused.
+    """
+    nbytes = num_places * stride
+    assert nbytes > 0, "a copy of nothing is not taken"
+    started = time.monotonic()
+    whole = request.rule != "none" and (limit is None or limit >= nbytes) and needed is None and not request.partial
+    if whole and not request.refuse_one_allocation and not request.prefer_slices:
+        taken = _take_path_1(backend, num_places, stride, started)
+        if taken is not None:
+            logger.info("%s", taken.report)
+            return taken
+    taken = _take_slices(backend, num_places, stride, request, limit, slice_bytes, needed, started)
+    logger.info("%s", taken.report)
+    if request.rule == "none":
+        logger.info("nothing of the %s is pinned, as asked", name)
+    return taken
+
+
+def _take_path_1(backend: Backend, num_places: int, stride: int, started: float) -> LockedMemory | None:
+    nbytes = num_places * stride
+    try:
+        buffer, registration = backend.allocate_pinned(nbytes)
+    except PinRefused as refusal:
+        logger.info("page-locking path 1 refused: %s", refusal)
+        return None
+    if not registration.alias(buffer.address):
+        registration.unregister()
+        buffer.free()
+        logger.info("page-locking path 1 refused: the allocation has no device alias")
+        return None
+    report = _report(1, nbytes, nbytes, started, f"{num_places:,} of {num_places:,} experts")
+    return LockedMemory(buffer, num_places, stride, 1, [Slice(0, nbytes, registration)], report)
+
+
+def _take_slices(
+    backend: Backend,
+    num_places: int,
+    stride: int,
+    request: PinRequest,
+    limit: int | None,
+    slice_bytes: int,
+    needed: NDArray[np.bool_] | None,
+    started: float,
+) -> LockedMemory:
+    """Paths 2 and 3: ordinary memory, registered slice by slice before anything is written to it."""
+    nbytes = num_places * stride
+    region = system.map_region(nbytes, huge_pages=request.huge_pages)
+    cuts = [] if request.rule == "none" else cut_slices(num_places, stride, slice_bytes, system.PAGE_BYTES, needed)
+    granted: list[Slice] = []
+    room = nbytes + system.PAGE_BYTES if limit is None else limit
+    touched = False
+    for offset, size in cuts:
+        wanted = min(size, _whole_places(offset, room, stride, system.PAGE_BYTES))
+        if wanted <= 0:
+            break
+        if not touched and request.touch_threads > 1:
+            _touch(region.address, region.nbytes, request.touch_threads)
+            touched = True
+        try:
+            registration = backend.register(region.address + offset, wanted)
+        except PinRefused as refusal:
+            logger.info("page-locking stopped at slice %d of %d: %s", len(granted), len(cuts), refusal)
+            break
+        granted.append(Slice(offset, wanted, registration))
+        room -= wanted
+    aliases = _find_aliases(num_places, stride, region.address, granted)
+    num_pinned = int(np.count_nonzero(aliases))
+    rest = "" if num_pinned == num_places else f", the rest {_lock_rest(region, granted)}"
+    counts = f"{len(granted):,} of {len(cuts):,} slices, {num_pinned:,} of {num_places:,} experts"
+    path = 2 if num_pinned else 3
+    report = _report(path, num_pinned * stride, nbytes, started, (counts if path == 2 else "pageable") + rest)
+    if request.partial and num_pinned:
+        report = report.replace("page-locking path 2", "page-locking path 2 (hottest prefix, STRATA_PARTIAL_PIN)")
+    return LockedMemory(region, num_places, stride, path, granted, report)
+
+
+def cut_slices(
+    num_places: int, stride: int, slice_bytes: int, page: int, needed: NDArray[np.bool_] | None = None
+) -> list[tuple[int, int]]:
+    """(offset, bytes) of slices: whole pages, disjoint, in order, cut at expert starts where these are page-aligned.
+
+    Where no expert starts at a page boundary within a slice, the cut is the page boundary before one, and the expert
+    across it belongs to no slice. ``needed`` leaves out places that are not worth locking.
+    """
+    flags = np.ones(num_places, bool) if needed is None else needed
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False]))))
+    step = max(1, slice_bytes // stride)
+    aligned = page // math.gcd(stride, page)  # every so many experts, one starts at a page boundary
+    step = max(1, step // aligned * aligned) if step >= aligned else step
+    cuts = []
+    last_end = 0
+    for first, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        for start in range(first, end, step):
+            stop = min(end, start + step)
+            begin = -(-start * stride // page) * page if start == first else start * stride // page * page
+            finish = stop * stride // page * page
+            if stop == num_places:
+                finish = -(-stop * stride // page) * page  # the region ends with a whole page
+            begin = max(begin, last_end)
+            if finish > begin:
+                cuts.append((begin, finish - begin))
+                last_end = finish
+    return cuts
+
+
+def _whole_places(offset: int, room: int, stride: int, page: int) -> int:
+    """The most whole pages from ``offset`` on, within ``room`` bytes, that end at or after an expert's end."""
+    pages = room // page * page
+    if pages < stride and offset % stride == 0:
+        return 0
+    return pages
+
+
+def _find_aliases(
+    num_places: int, stride: int, address: int, slices: tuple[Slice, ...] | list[Slice]
+) -> NDArray[np.uint64]:
+    aliases = np.zeros(num_places, np.uint64)
+    for part in slices:
+        first = -(-part.offset // stride)
+        end = min(num_places, (part.offset + part.nbytes) // stride)
+        if end > first:
+            base = part.registration.alias(address + first * stride)
+            aliases[first:end] = base + np.arange(end - first, dtype=np.uint64) * np.uint64(stride)
+    return aliases
+
+
+def _lock_rest(region: system.Region, granted: list[Slice]) -> str:
+    """Locks in RAM what no slice holds, and says how it went."""
+    edges = [0, *(edge for part in granted for edge in (part.offset, part.offset + part.nbytes)), region.nbytes]
+    for begin, end in zip(edges[::2], edges[1::2], strict=True):
+        if end > begin:
+            try:
+                system.lock_pages(region.address + begin, end - begin)
+            except system.LockRefused as refusal:
+                return f"not locked in RAM ({refusal.reason})"
+    return "locked in RAM"
+
+
+def _touch(address: int, nbytes: int, num_threads: int) -> None:
+    """First touch by several threads: page-locking touched huge pages ran 8 times faster than untouched small ones."""
+    step = max(2 << 20, -(-nbytes // num_threads // (2 << 20)) * (2 << 20))
+    with ThreadPoolExecutor(num_threads) as pool:
+        run: Callable[[int], None] = lambda begin: system.touch_pages(address + begin, min(step, nbytes - begin))  # noqa: E731
+        list(pool.map(run, range(0, nbytes, step)))
+
+
+def _report(path: int, pinned: int, nbytes: int, started: float, rest: str) -> str:
+    seconds = time.monotonic() - started
+    return f"page-locking path {path}: {pinned / GIB:.2f} of {nbytes / GIB:.2f} GiB pinned, {rest}, {seconds:.1f} s"

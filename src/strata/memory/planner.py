@@ -1,0 +1,290 @@
+"""Decides every byte of VRAM and RAM before anything is taken; pure arithmetic over plain numbers.
+
+Lives in ``memory`` because what the machine has and what a model needs meet here. ``plan`` turns a model's
+shape, what was asked for and the room there is into one frozen ``ResolvedPlan``, or refuses with the bytes that
+are short and the option that helps. It must not allocate, and knows of experts only their number and size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strata.errors import MemoryPlanError
+from strata.memory.requests import DeviceRoom, MemoryRequest, ModelShape, RamMode
+from strata.memory.stager_sizing import StagerSizing, size_stager
+
+__all__ = ["GIB", "MIB", "PAGE", "ResolvedPlan", "expert_stride", "format_bytes", "plan"]
+
+MIB = 1 << 20
+GIB = 1 << 30
+PAGE = 4096
+MODES: tuple[RamMode, ...] = ("arena", "resident", "budget", "mapped")
+BLOB_ALIGNMENT = 64  # a cache line: a vector load never leaves a blob's own lines
+MAX_PAGE_PADDING = 1 / 64  # an expert is padded to whole pages while the padding is at most this share
+TABLE_BYTES_PER_EXPERT = 64  # tier, address, alias, slot, generation, place, counts, three tensor scales
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """Every byte, decided; nothing changes it. ``vram`` and ``ram`` are pools by name, in bytes.
+
+    A device made of RAM without a cap has no ``vram`` pools; one with a cap is charged to ``ram`` as well, as
+    "device memory". ``stride`` is the distance between experts in slots and in RAM. ``messages`` go to the log.
+    """
+
+    shape: ModelShape
+    request: MemoryRequest
+    device: DeviceRoom
+    mode: RamMode
+    mode_reason: str
+    stride: int
+    num_slots: int
+    num_spares: int
+    ring_slots: int
+    ring_borrowed: bool
+    num_ram_experts: int
+    stager: StagerSizing
+    vram: dict[str, int]
+    ram: dict[str, int]
+    pin_limit: int | None  # bytes of the RAM copy that may be page-locked; None: until refused
+    messages: tuple[str, ...]
+
+    @property
+    def num_device_slots(self) -> int:
+        """Slots of the one device allocation: cache, spares, and the ring where it is reserved for good."""
+        return self.num_slots + self.num_spares + (0 if self.ring_borrowed else self.ring_slots)
+
+    @property
+    def vram_bytes(self) -> int:
+        return sum(self.vram.values())
+
+    @property
+    def ram_bytes(self) -> int:
+        return sum(self.ram.values())
+
+    def lines(self) -> list[str]:
+        """The plan for people: one line a pool, then the totals."""
+        pools = [("VRAM", name, size) for name, size in self.vram.items() if size]
+        pools += [("RAM", name, size) for name, size in self.ram.items() if size]
+        room = "RAM" if self.device.free_bytes is None else format_bytes(self.device.free_bytes)
+        experts = f"{self.num_slots:,} of {self.shape.total_experts:,} experts in VRAM, {self.num_ram_experts:,} in RAM"
+        ring = f"ring {self.ring_slots} slots {'borrowed' if self.ring_borrowed else 'reserved'}"
+        totals = f"VRAM {format_bytes(self.vram_bytes)} of {room}"
+        totals += f", RAM {format_bytes(self.ram_bytes)} of {format_bytes(self.request.ram_bytes)}"
+        return [
+            f"plan: {self.shape.name}, RAM mode {self.mode} ({self.mode_reason})",
+            *(f"  {kind:5}{name:16}{format_bytes(size):>12}" for kind, name, size in pools),
+            f"  {experts}, {ring}",
+            f"  {totals}",
+            *(f"  {message}" for message in self.messages),
+        ]
+
+
+def format_bytes(nbytes: int) -> str:
+    if nbytes >= GIB:
+        return f"{nbytes / GIB:.2f} GiB"
+    if nbytes >= MIB:
+        return f"{nbytes / MIB:.1f} MiB"
+    return f"{nbytes / 1024:.1f} KiB"
+
+
+def expert_stride(blob_bytes: int) -> int:
+    """Distance between experts in slots and RAM: whole pages unless the padding would cost more than 1/64."""
+    pages = -(-blob_bytes // PAGE) * PAGE
+    if pages - blob_bytes <= pages * MAX_PAGE_PADDING:
+        return pages
+    return -(-blob_bytes // BLOB_ALIGNMENT) * BLOB_ALIGNMENT
+
+
+def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> ResolvedPlan:
+    """The plan, or ``MemoryPlanError`` with the bytes short and the option that helps."""
+    stride = expert_stride(shape.blob_bytes)
+    fixed = _fixed_pools(shape, request)
+    num_slots, num_spares, ring = _divide_device(shape, request, device, stride, sum(fixed.values()))
+    borrowed = request.prefill_borrow or ring == 0
+    slots = {
+        "expert slots": num_slots * stride,
+        "spare slots": num_spares * stride,
+        "prefill ring": 0 if borrowed else ring * stride,
+    }
+    ram = {"model": shape.host_bytes, "tables": shape.total_experts * TABLE_BYTES_PER_EXPERT}
+    ram["staging"] = size_stager(request, "arena", unpinned_share=1.0).num_buffers * stride
+    if device.free_bytes is None:
+        vram: dict[str, int] = {}
+        ram |= fixed | slots
+    else:
+        vram = fixed | slots | {"reserve": request.vram_reserve_bytes if device.kind == "cuda" else 0}
+        ram["device memory"] = sum(vram.values()) if device.kind == "cpu" else 0
+    lendable = min(ring, num_slots) if borrowed else 0
+    messages: list[str] = []
+    mode, reason, num_ram = _choose_mode(shape, request, stride, sum(ram.values()), num_slots, lendable, messages)
+    ram["expert copy"] = num_ram * stride
+    ram["headroom"] = request.headroom_bytes
+    return ResolvedPlan(
+        shape=shape,
+        request=request,
+        device=device,
+        mode=mode,
+        mode_reason=reason,
+        stride=stride,
+        num_slots=num_slots,
+        num_spares=num_spares,
+        ring_slots=ring,
+        ring_borrowed=borrowed,
+        num_ram_experts=num_ram,
+        stager=size_stager(request, mode, unpinned_share=1.0),
+        vram=vram,
+        ram=ram,
+        pin_limit=_limit_pins(request, device, num_ram * stride, sum(vram.values()), messages),
+        messages=tuple(messages),
+    )
+
+
+def _fixed_pools(shape: ModelShape, request: MemoryRequest) -> dict[str, int]:
+    """What a sequence needs on the device whatever the expert cache is."""
+    rows = min(request.pass_rows, request.max_context)
+    return {
+        "dense weights": shape.dense_bytes,
+        "state": shape.state_bytes * request.num_sequences,
+        "KV": shape.kv_bytes_per_token * request.max_context * request.num_sequences,
+        "prompt buffers": rows * (shape.prompt_bytes_per_row or 16 * 4 * shape.hidden),
+        "expert results": rows * shape.top_k * 4 * shape.hidden,
+        "draft": shape.draft_bytes,
+    }
+
+
+def _divide_device(
+    shape: ModelShape, request: MemoryRequest, device: DeviceRoom, stride: int, fixed: int
+) -> tuple[int, int, int]:
+    """(cache slots, spare slots, ring slots) under the device's room."""
+    total = shape.total_experts
+    if device.free_bytes is None:
+        num_slots = min(total, request.expert_cache or 0)
+        return num_slots, _count_spares(request, num_slots, total), _count_ring(shape, request, num_slots)
+    reserve = request.vram_reserve_bytes if device.kind == "cuda" else 0
+    room = device.free_bytes - fixed - reserve
+    if room < stride:
+        raise _context_error(shape, request, device, stride - room)
+    fit = room // stride
+    if request.expert_cache is None:
+        if fit >= total:
+            return total, 0, 0
+        ring = 0 if request.prefill_borrow else min(_count_ring(shape, request, fit), max(1, fit // 2))
+        spares = min(_count_spares(request, fit, total), max(0, fit - ring - 1))
+        num_slots = fit - spares - ring
+        return num_slots, spares, ring or _count_ring(shape, request, num_slots)
+    num_slots = min(total, request.expert_cache)
+    spares, ring = _count_spares(request, num_slots, total), _count_ring(shape, request, num_slots)
+    needed = num_slots + spares + (0 if request.prefill_borrow else ring)
+    if needed > fit:
+        fitting = max(0, fit - (needed - num_slots))
+        short = (needed - fit) * stride
+        raise MemoryPlanError(
+            f"{num_slots:,} expert slots of {format_bytes(stride)} are {format_bytes(short)} more than the "
+            f"{format_bytes(device.free_bytes)} of VRAM hold beside {format_bytes(fixed + reserve)} of other things",
+            f"use --expert-cache auto or at most {fitting:,}",
+            short_bytes=short,
+        )
+    return num_slots, spares, ring
+
+
+def _count_spares(request: MemoryRequest, num_slots: int, total: int) -> int:
+    """One spare slot for each swap that may be under way; none where nothing is ever swapped."""
+    if request.adapt_every == 0 or num_slots == 0 or num_slots == total:
+        return 0
+    return min(request.adapt_swaps, num_slots)
+
+
+def _count_ring(shape: ModelShape, request: MemoryRequest, num_slots: int) -> int:
+    """Slots that experts outside VRAM stream through in a prompt; 0: none is outside, or no slot exists."""
+    if num_slots == shape.total_experts or (num_slots == 0 and request.prefill_borrow):
+        return 0
+    wanted = size_stager(request, "arena", unpinned_share=0.0).ring_slots
+    wanted = min(wanted, 2 * shape.num_experts)  # this layer's experts and the next one's: more is never used
+    return min(wanted, num_slots) if request.prefill_borrow else wanted
+
+
+def _context_error(shape: ModelShape, request: MemoryRequest, device: DeviceRoom, short: int) -> MemoryPlanError:
+    assert device.free_bytes is not None
+    message = (
+        f"{format_bytes(device.free_bytes)} of VRAM are {format_bytes(short)} too few for {shape.name} with "
+        f"{request.max_context:,} tokens of context and one expert slot"
+    )
+    per_token = shape.kv_bytes_per_token * request.num_sequences
+    saved = -(-short // per_token) if per_token else request.max_context
+    if saved < request.max_context:
+        return MemoryPlanError(message, f"use --max-context {request.max_context - saved}", short_bytes=short)
+    if request.vram_reserve_bytes >= short and device.kind == "cuda":
+        kept = (request.vram_reserve_bytes - short) // MIB
+        return MemoryPlanError(message, f"use --vram-reserve-mib {kept}", short_bytes=short)
+    needed = (device.free_bytes + short) / GIB
+    return MemoryPlanError(message, f"it takes --vram-gib {needed:.2f} or --device cpu", short_bytes=short)
+
+
+def _choose_mode(
+    shape: ModelShape,
+    request: MemoryRequest,
+    stride: int,
+    other_ram: int,
+    num_slots: int,
+    lendable: int,
+    messages: list[str],
+) -> tuple[RamMode, str, int]:
+    """(mode, why, experts in RAM): the mode asked for, or the next lower one that fits, said in ``messages``."""
+    room = request.ram_bytes - request.headroom_bytes - other_ram
+    if room < 0:
+        raise MemoryPlanError(
+            f"{format_bytes(request.ram_bytes)} of RAM are {format_bytes(-room)} too few: {format_bytes(other_ram)} "
+            f"beside the experts and {format_bytes(request.headroom_bytes)} of headroom",
+            "lower --max-context, --expert-cache or STRATA_RESIDENT_HEADROOM_GIB, or give --ram-gib",
+            short_bytes=-room,
+        )
+    total = shape.total_experts
+    complement = total - num_slots
+    fit = room // stride
+    for mode in MODES[MODES.index(request.mode) :]:
+        reason = "asked for" if mode == request.mode and mode != "arena" else "the default"
+        if mode != request.mode:
+            reason = f"{request.mode} does not fit"
+        if mode == "arena" and total <= fit:
+            return mode, reason, total
+        if mode == "resident" and complement <= fit:
+            return mode, reason, min(total, complement + min(lendable, fit - complement))
+        if mode == "budget":
+            wanted = complement if request.budget_bytes is None else min(complement, request.budget_bytes // stride)
+            if wanted > fit and request.budget_bytes is not None:
+                messages.append(
+                    f"--resident-budget-gib: {format_bytes(wanted * stride)} asked, {format_bytes(fit * stride)} fit "
+                    f"beside {format_bytes(request.headroom_bytes)} of headroom"
+                )
+            if min(wanted, fit) > 0 or request.mode == "budget":
+                return mode, reason, min(wanted, fit)
+        if mode == "mapped":
+            return mode, reason, 0
+        needed = (total if mode == "arena" else complement) * stride
+        if mode != "budget":
+            messages.append(
+                f"RAM mode {mode}: {format_bytes(needed)} of experts are {format_bytes(needed - room)} more than the "
+                f"{format_bytes(max(0, room))} that are free beside the headroom; the next lower mode is taken"
+            )
+    raise AssertionError("the mapped mode always fits")
+
+
+def _limit_pins(
+    request: MemoryRequest, device: DeviceRoom, copy_bytes: int, vram_bytes: int, messages: list[str]
+) -> int | None:
+    """Bytes of the RAM copy that may be page-locked; None: until the driver refuses."""
+    pin = request.pin
+    limits = []
+    if pin.rule == "none":
+        return 0
+    if pin.rule == "limit":
+        limits.append(pin.limit_bytes)
+    if pin.rule == "auto" and device.pin_rooms:
+        limits.append(max(0, min(device.pin_rooms) - pin.margin_bytes))
+    if device.pins_charge_device and device.free_bytes is not None:
+        limits.append(max(0, device.free_bytes - vram_bytes))
+    if not limits or min(limits) >= copy_bytes:
+        return None
+    messages.append(f"page-locking stops at {format_bytes(min(limits))} of {format_bytes(copy_bytes)}")
+    return min(limits)

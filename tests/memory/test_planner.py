@@ -1,0 +1,182 @@
+"""The planner's arithmetic against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import pytest
+
+from strata.errors import MemoryPlanError
+from strata.memory.planner import GIB, MIB, ResolvedPlan, expert_stride, plan
+from strata.memory.requests import (
+    DeviceRoom,
+    MemoryRequest,
+    ModelShape,
+    PinRequest,
+    pin_arena,
+    pin_complement,
+)
+
+BLOB = 2_764_800  # 675 whole pages
+FLASH = ModelShape(
+    name="flash-next",
+    num_layers=48,
+    num_experts=512,
+    top_k=10,
+    blob_bytes=BLOB,
+    hidden=2560,
+    dense_bytes=int(4.25 * GIB),
+    state_bytes=112 * MIB,
+    kv_bytes_per_token=24 * 1024,
+)
+CARD = DeviceRoom("cuda", 32 * GIB)
+
+
+def test_an_expert_of_whole_pages_is_not_padded() -> None:
+    assert expert_stride(BLOB) == BLOB
+    assert expert_stride(BLOB - 1) == BLOB
+    assert expert_stride(1000) == 1024  # padding a small expert to a page would cost 3/4 of it
+    assert expert_stride(4096) == 4096
+
+
+def test_the_released_model_on_a_32_gib_card_with_128_gib_of_ram() -> None:
+    resolved = plan(FLASH, MemoryRequest(ram_bytes=120 * GIB), CARD)
+    fixed = sum(resolved.vram[name] for name in ("dense weights", "state", "KV", "prompt buffers", "expert results"))
+    assert resolved.mode == "arena"
+    assert resolved.num_slots == (32 * GIB - 700 * MIB - fixed) // BLOB
+    assert resolved.num_ram_experts == 24_576
+    assert resolved.ring_slots == 384
+    assert resolved.ring_borrowed
+    assert resolved.vram_bytes <= 32 * GIB < resolved.vram_bytes + BLOB
+    assert resolved.messages == ()
+
+
+def test_resident_mode_holds_the_complement_and_copies_of_lendable_slots_as_ram_allows() -> None:
+    request = MemoryRequest(ram_bytes=120 * GIB, mode="resident", expert_cache=7157)
+    resolved = plan(FLASH, request, CARD)
+    assert resolved.num_ram_experts == 24_576 - 7157 + 384
+    tight = dataclasses.replace(request, ram_bytes=(24_576 - 7157 + 100) * BLOB + 4 * GIB + _other_ram(resolved))
+    assert plan(FLASH, tight, CARD).num_ram_experts == 24_576 - 7157 + 100
+
+
+def test_each_mode_gives_way_to_the_next_lower_one_with_the_numbers() -> None:
+    resident = plan(FLASH, MemoryRequest(ram_bytes=60 * GIB), CARD)
+    assert resident.mode == "resident"
+    assert "RAM mode arena" in resident.messages[0]
+    budget = plan(FLASH, MemoryRequest(ram_bytes=20 * GIB), CARD)
+    assert budget.mode == "budget"
+    assert budget.num_ram_experts == (20 * GIB - 4 * GIB - _other_ram(budget)) // BLOB
+    mapped = plan(FLASH, MemoryRequest(ram_bytes=4 * GIB + _other_ram(budget) + BLOB - 1), CARD)
+    assert mapped.mode == "mapped"
+    assert mapped.num_ram_experts == 0
+    with pytest.raises(MemoryPlanError, match="too few") as caught:
+        plan(FLASH, MemoryRequest(ram_bytes=4 * GIB), CARD)
+    assert caught.value.short_bytes == _other_ram(budget)
+
+
+def test_a_budget_larger_than_free_ram_is_clamped_with_a_message() -> None:
+    request = MemoryRequest(ram_bytes=20 * GIB, mode="budget", budget_bytes=40 * GIB)
+    resolved = plan(FLASH, request, CARD)
+    assert resolved.mode == "budget"
+    assert resolved.ram_bytes <= 20 * GIB < resolved.ram_bytes + BLOB
+    assert "--resident-budget-gib" in resolved.messages[0]
+    small = plan(FLASH, dataclasses.replace(request, budget_bytes=2 * GIB), CARD)
+    assert small.num_ram_experts == 2 * GIB // BLOB
+    assert small.messages == ()
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
+    with pytest.raises(MemoryPlanError) as caught:
+        plan(FLASH, MemoryRequest(ram_bytes=120 * GIB, expert_cache=20_000), CARD)
+    assert caught.value.short_bytes > 0
+    largest = int(caught.value.hint.rsplit(" ", 1)[1].replace(",", ""))
+    fits = plan(FLASH, MemoryRequest(ram_bytes=120 * GIB, expert_cache=largest), CARD)
+    assert fits.num_slots == largest
+    with pytest.raises(MemoryPlanError):
+        plan(FLASH, MemoryRequest(ram_bytes=120 * GIB, expert_cache=largest + 1), CARD)
+
+
+def test_a_context_that_does_not_fit_is_refused_with_one_that_does() -> None:
+    request = MemoryRequest(ram_bytes=120 * GIB, max_context=262_144, num_sequences=1)
+    small = DeviceRoom("cuda", 8 * GIB)
+    with pytest.raises(MemoryPlanError, match="context") as caught:
+        plan(FLASH, request, small)
+    context = int(caught.value.hint.rsplit(" ", 1)[1])
+    assert plan(FLASH, dataclasses.replace(request, max_context=context), small).num_slots >= 1
+
+
+def test_a_card_too_small_for_the_dense_weights_is_refused_with_the_size_it_takes() -> None:
+    with pytest.raises(MemoryPlanError, match="VRAM") as caught:
+        plan(FLASH, MemoryRequest(ram_bytes=120 * GIB), DeviceRoom("cuda", 3 * GIB))
+    assert "--vram-gib" in caught.value.hint
+
+
+def test_without_a_card_everything_is_charged_to_ram() -> None:
+    resolved = plan(FLASH, MemoryRequest(ram_bytes=120 * GIB), DeviceRoom("cpu", None))
+    assert resolved.num_slots == resolved.ring_slots == 0
+    assert resolved.vram == {}
+    assert resolved.ram["dense weights"] == FLASH.dense_bytes
+    simulated = plan(FLASH, MemoryRequest(ram_bytes=120 * GIB), DeviceRoom("cpu", 8 * GIB))
+    assert simulated.ram["device memory"] == simulated.vram_bytes <= 8 * GIB
+
+
+def test_a_ring_that_is_not_borrowed_is_reserved_beside_the_cache() -> None:
+    request = MemoryRequest(ram_bytes=120 * GIB, prefill_borrow=False)
+    resolved = plan(FLASH, request, CARD)
+    borrowed = plan(FLASH, MemoryRequest(ram_bytes=120 * GIB), CARD)
+    assert resolved.vram["prefill ring"] == 384 * BLOB
+    assert resolved.num_slots == borrowed.num_slots - 384
+    wide = plan(FLASH, dataclasses.replace(request, ring_slots=672), CARD)
+    assert wide.vram["prefill ring"] - resolved.vram["prefill ring"] == 288 * BLOB  # 0.74 GiB, as documented
+
+
+def test_spare_slots_exist_only_where_experts_are_swapped() -> None:
+    base = MemoryRequest(ram_bytes=120 * GIB)
+    assert plan(FLASH, base, CARD).num_spares == 0
+    assert plan(FLASH, dataclasses.replace(base, adapt_every=1, adapt_swaps=3), CARD).num_spares == 3
+
+
+def test_the_smallest_room_of_several_cards_limits_page_locking() -> None:
+    rooms = DeviceRoom("cuda", 32 * GIB, pin_rooms=(40 * GIB, 30 * GIB))
+    resolved = plan(FLASH, MemoryRequest(ram_bytes=120 * GIB), rooms)
+    assert resolved.pin_limit == 26 * GIB
+    everything = MemoryRequest(ram_bytes=120 * GIB, pin=PinRequest(rule="all"))
+    assert plan(FLASH, everything, rooms).pin_limit is None
+
+
+def test_pins_that_count_as_device_memory_are_planned_with_it() -> None:
+    room = DeviceRoom("cuda", 32 * GIB, pins_charge_device=True)
+    resolved = plan(FLASH, MemoryRequest(ram_bytes=120 * GIB, expert_cache=4000), room)
+    assert resolved.pin_limit is not None
+    assert resolved.pin_limit + resolved.vram_bytes == 32 * GIB
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("all", PinRequest("all")),
+        ("auto", PinRequest("auto")),
+        (0.0, PinRequest("none")),
+        (1.5, PinRequest("limit", 3 * GIB // 2)),
+    ],
+)
+def test_zero_of_the_complement_pins_nothing(value: float | Literal["auto", "all"], expected: PinRequest) -> None:
+    assert pin_complement(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("none", PinRequest("none")),
+        ("auto", PinRequest("auto")),
+        (0.0, PinRequest("all")),
+        (8.0, PinRequest("limit", 8 * GIB)),
+    ],
+)
+def test_zero_of_the_arena_pins_all_of_it(value: float | Literal["auto", "none"], expected: PinRequest) -> None:
+    assert pin_arena(value) == expected
+
+
+def _other_ram(resolved: ResolvedPlan) -> int:
+    return resolved.ram_bytes - resolved.ram["expert copy"] - resolved.ram["headroom"]
