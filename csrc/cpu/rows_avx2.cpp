@@ -1,0 +1,72 @@
+// The row kernels with eight floats at a time (AVX2, FMA, F16C).
+#include "rows.h"
+
+#include <immintrin.h>
+
+namespace strata {
+namespace avx2 {
+
+using Lanes = __m256;
+constexpr int kWidth = 8;
+constexpr int kTileRows = 3;  // 3 x 2 tiles of two registers: 12 accumulators, 2 weights, 1 row of 16 registers
+constexpr int kTileOutputs = 2;
+constexpr int kValueTile = 4;
+
+static inline __m256i mask_of(int count) {
+  alignas(32) static const int32_t ones[16] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+  const int n = count < 0 ? 0 : (count > 8 ? 8 : count);
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(ones + 8 - n));
+}
+static inline Lanes zero() { return _mm256_setzero_ps(); }
+static inline Lanes broadcast(float x) { return _mm256_set1_ps(x); }
+static inline Lanes load(const float* p) { return _mm256_loadu_ps(p); }
+static inline Lanes load_some(const float* p, int count) { return _mm256_maskload_ps(p, mask_of(count)); }
+static inline void store(float* p, Lanes a) { _mm256_storeu_ps(p, a); }
+static inline void store_some(float* p, Lanes a, int count) { _mm256_maskstore_ps(p, mask_of(count), a); }
+static inline Lanes load_bf16(const uint16_t* p) {
+  const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+static inline Lanes load_bf16_some(const uint16_t* p, int count) {
+  uint16_t part[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+  for (int i = 0; i < count && i < 8; i++) part[i] = p[i];
+  return load_bf16(part);
+}
+static inline Lanes load_i8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+static inline Lanes fma(Lanes a, Lanes b, Lanes c) { return _mm256_fmadd_ps(a, b, c); }
+static inline Lanes add(Lanes a, Lanes b) { return _mm256_add_ps(a, b); }
+static inline Lanes sub(Lanes a, Lanes b) { return _mm256_sub_ps(a, b); }
+static inline Lanes mul(Lanes a, Lanes b) { return _mm256_mul_ps(a, b); }
+static inline Lanes div(Lanes a, Lanes b) { return _mm256_div_ps(a, b); }
+static inline Lanes neg(Lanes a) { return _mm256_xor_ps(a, _mm256_set1_ps(-0.0f)); }
+static inline Lanes absolute(Lanes a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+static inline Lanes root(Lanes a) { return _mm256_sqrt_ps(a); }
+static inline Lanes larger(Lanes a, Lanes b) { return _mm256_max_ps(a, b); }
+static inline Lanes smaller(Lanes a, Lanes b) { return _mm256_min_ps(a, b); }
+
+static inline Lanes scale_by_power(Lanes p, Lanes magic) {
+  const __m256i n = _mm256_sub_epi32(_mm256_castps_si256(magic), _mm256_set1_epi32(0x4B400000));
+  const __m256i half = _mm256_srai_epi32(n, 1);
+  const __m256i bias = _mm256_set1_epi32(127);
+  const __m256i low = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
+  const __m256i high = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(n, half), bias), 23);
+  return _mm256_mul_ps(_mm256_mul_ps(p, _mm256_castsi256_ps(low)), _mm256_castsi256_ps(high));
+}
+static inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
+
+static inline float sum_lanes(const Lanes* a) {
+  const __m256 eight = _mm256_add_ps(a[0], a[1]);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+#include "rows_kernels.h"
+
+}  // namespace avx2
+
+const RowsTable rows_table_avx2 = avx2::make_table("avx2");
+
+}  // namespace strata

@@ -1,0 +1,81 @@
+// The row kernels with one float at a time: the definition that every other level must equal, and the level of a
+// processor without AVX2. fmaf is exact with or without FMA hardware.
+#include "rows.h"
+
+#include <cstring>
+
+namespace strata {
+namespace scalar {
+
+struct Lanes {
+  float v;
+};
+constexpr int kWidth = 1;         // floats in one Lanes
+constexpr int kTileRows = 1;      // rows x outputs of the register tile
+constexpr int kTileOutputs = 1;
+constexpr int kValueTile = 1;     // Lanes of a value row that one attention tile holds
+
+static inline Lanes zero() { return {0.0f}; }
+static inline Lanes broadcast(float x) { return {x}; }
+static inline Lanes load(const float* p) { return {*p}; }
+static inline Lanes load_some(const float* p, int count) { return {count > 0 ? *p : 0.0f}; }
+static inline void store(float* p, Lanes a) { *p = a.v; }
+static inline void store_some(float* p, Lanes a, int count) {
+  if (count > 0) *p = a.v;
+}
+static inline float bits_to_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+static inline Lanes load_bf16(const uint16_t* p) { return {bits_to_float(static_cast<uint32_t>(*p) << 16)}; }
+static inline Lanes load_bf16_some(const uint16_t* p, int count) { return count > 0 ? load_bf16(p) : zero(); }
+static inline Lanes load_i8(const int8_t* p) { return {static_cast<float>(*p)}; }
+static inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {__builtin_fmaf(a.v, b.v, c.v)}; }
+static inline Lanes add(Lanes a, Lanes b) { return {a.v + b.v}; }
+static inline Lanes sub(Lanes a, Lanes b) { return {a.v - b.v}; }
+static inline Lanes mul(Lanes a, Lanes b) { return {a.v * b.v}; }
+static inline Lanes div(Lanes a, Lanes b) { return {a.v / b.v}; }
+static inline Lanes neg(Lanes a) { return {-a.v}; }
+static inline Lanes absolute(Lanes a) { return {__builtin_fabsf(a.v)}; }
+static inline Lanes root(Lanes a) { return {__builtin_sqrtf(a.v)}; }
+// a where a > b, else b: a NaN in either gives b.
+static inline Lanes larger(Lanes a, Lanes b) { return {a.v > b.v ? a.v : b.v}; }
+static inline Lanes smaller(Lanes a, Lanes b) { return {a.v < b.v ? a.v : b.v}; }
+
+// p * 2^n in two exact-or-rounded-once steps; n is the integer that `magic` (1.5 * 2^23 + n) carries in its bits.
+static inline Lanes scale_by_power(Lanes p, Lanes magic) {
+  int32_t n;
+  std::memcpy(&n, &magic.v, 4);
+  n -= 0x4B400000;
+  const int32_t half = n >> 1;
+  return {p.v * bits_to_float(static_cast<uint32_t>(half + 127) << 23) *
+          bits_to_float(static_cast<uint32_t>(n - half + 127) << 23)};
+}
+
+static inline float half_to_float(uint16_t h) {
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
+  const uint32_t exponent = (h >> 10) & 31, mantissa = h & 1023;
+  if (exponent == 31) return bits_to_float(sign | 0x7F800000 | (mantissa << 13));
+  if (exponent == 0) {
+    const float x = static_cast<float>(mantissa) * 0x1p-24f;
+    return sign ? -x : x;
+  }
+  return bits_to_float(sign | ((exponent + 112) << 23) | (mantissa << 13));
+}
+
+// The tree over 16 lanes.
+static inline float sum_lanes(const Lanes* a) {
+  float s[8];
+  for (int i = 0; i < 8; i++) s[i] = a[i].v + a[i + 8].v;
+  for (int i = 0; i < 4; i++) s[i] += s[i + 4];
+  return (s[0] + s[2]) + (s[1] + s[3]);
+}
+
+#include "rows_kernels.h"
+
+}  // namespace scalar
+
+const RowsTable rows_table_scalar = scalar::make_table("scalar");
+
+}  // namespace strata

@@ -1,0 +1,174 @@
+"""The native matrix product and embedding against float64, and the law of rows: T, level and threads change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strata.errors import EngineError
+from strata.kernels.cpu import library, pool
+from strata.kernels.cpu.ops import CpuOps
+from strata.kernels.ops import Matrix
+
+OPS = CpuOps()
+FORMATS = ("f32", "bf16", "q8_0")
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    level, threads = library.isa(), pool.threads()
+    yield
+    library.select_isa(level)
+    pool.configure(threads)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def on_every_level(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    results = []
+    for level in library.available_isa_levels():
+        library.select_isa(level)
+        results.append(compute())
+    for result in results[1:]:
+        assert same_bits(results[0], result)
+    return results[-1]
+
+
+def make_matrix(rows: int, columns: int, kind: str, seed: int) -> tuple[Matrix, np.ndarray]:
+    """A matrix and its weights in float64, from the definition of each format."""
+    rng = np.random.default_rng(seed)
+    w = rng.standard_normal((rows, columns)).astype(np.float32)
+    if kind == "f32":
+        return Matrix("f32", torch.from_numpy(w), columns), w.astype(np.float64)
+    if kind == "bf16":
+        data = torch.from_numpy(w).to(torch.bfloat16)
+        return Matrix("bf16", data, columns), data.double().numpy()
+    blocks = -(-columns // 32)
+    codes = rng.integers(-128, 128, (rows, blocks * 32)).astype(np.int8)
+    codes[:, columns:] = 0
+    scales = (rng.standard_normal((rows, blocks)) * 10.0 ** rng.integers(-7, 2, (rows, blocks))).astype(np.float16)
+    exact = codes.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, axis=1)
+    return Matrix("q8_0", torch.from_numpy(codes), columns, torch.from_numpy(scales)), exact[:, :columns]
+
+
+def tolerance(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Bound of 16 lanes: each lane adds columns/16 products, then 4 more additions, half an ulp each."""
+    magnitude = np.abs(x.astype(np.float64)) @ np.abs(w).T
+    return (x.shape[-1] / 16 + 6) * 2.0**-24 * magnitude + 1e-37
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(("outputs", "columns"), [(1, 1), (5, 7), (9, 33), (17, 64), (24, 515), (13, 1100), (8, 1536)])
+def test_linear_is_the_float64_product(kind: str, outputs: int, columns: int) -> None:
+    matrix, w = make_matrix(outputs, columns, kind, columns)
+    x = np.random.default_rng(1).standard_normal((7, columns)).astype(np.float32)
+    y = on_every_level(lambda: OPS.linear(torch.from_numpy(x), matrix)).double().numpy()
+    assert (np.abs(y - x.astype(np.float64) @ w.T) <= tolerance(x, w)).all()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(FORMATS),
+    st.integers(1, 40),
+    st.sampled_from([1, 3, 15, 16, 17, 31, 32, 48, 100, 511, 512, 513, 544, 1041]),
+    st.integers(0, 2**31),
+)
+def test_a_row_does_not_depend_on_the_others(kind: str, outputs: int, columns: int, seed: int) -> None:
+    matrix, _ = make_matrix(outputs, columns, kind, seed)
+    x = torch.randn(9, columns, generator=torch.Generator().manual_seed(seed))
+    single = torch.cat([OPS.linear(x[t : t + 1], matrix) for t in range(9)])
+    for rows in range(2, 10):
+        assert same_bits(OPS.linear(x[:rows], matrix), single[:rows])
+        assert same_bits(OPS.linear(x[9 - rows :], matrix), single[9 - rows :])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_prompt_gives_the_bits_of_single_rows(kind: str) -> None:
+    """More rows than a lane buffer holds, more columns than a panel, with threads."""
+    matrix, _ = make_matrix(75, 1040, kind, 3)
+    x = torch.randn(203, 1040, generator=torch.Generator().manual_seed(3))
+    single = torch.cat([OPS.linear(x[t : t + 1], matrix) for t in range(203)])
+    for threads in (1, 2, 3):
+        pool.configure(threads)
+        assert same_bits(OPS.linear(x, matrix), single)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_of_nan_stay_alone(kind: str) -> None:
+    matrix, _ = make_matrix(19, 77, kind, 4)
+    x = torch.randn(8, 77, generator=torch.Generator().manual_seed(4))
+    clean = OPS.linear(x, matrix)
+    x[2] = torch.nan
+    x[5] = torch.inf
+    y = on_every_level(lambda: torch.nan_to_num(OPS.linear(x, matrix), nan=1.0, posinf=2.0, neginf=3.0))
+    others = [0, 1, 3, 4, 6, 7]
+    assert same_bits(y[others], clean[others])
+    assert (y[2] == 1.0).all()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_nothing_behind_a_row_is_read(kind: str, rows: int) -> None:
+    """Rows cut out of a wider buffer whose rest is NaN: a masked read that reads too far shows."""
+    columns = 45 if kind != "q8_0" else 64  # Q8_0 rows are stored whole
+    matrix, w = make_matrix(11, columns, kind, 5)
+    if kind != "q8_0":
+        wide = torch.full((11, columns + 19), torch.nan, dtype=matrix.data.dtype)
+        wide[:, :columns] = matrix.data
+        matrix = Matrix(matrix.format, wide[:, :columns], columns)
+    poisoned = torch.full((rows * columns + 64,), torch.nan)
+    x = np.random.default_rng(5).standard_normal((rows, columns)).astype(np.float32)
+    poisoned[: rows * columns] = torch.from_numpy(x).flatten()
+    y = on_every_level(lambda: OPS.linear(poisoned[: rows * columns].view(rows, columns), matrix))
+    assert (np.abs(y.double().numpy() - x.astype(np.float64) @ w.T) <= tolerance(x, w)).all()
+
+
+def test_q8_gives_the_bits_of_its_dequantised_matrix() -> None:
+    matrix, w = make_matrix(33, 160, "q8_0", 6)
+    plain = Matrix("f32", torch.from_numpy(w.astype(np.float32)), 160)
+    assert (w.astype(np.float32) == w).all()  # 8 x 11 significant bits fit FP32
+    x = torch.randn(5, 160, generator=torch.Generator().manual_seed(6))
+    assert same_bits(OPS.linear(x, matrix), OPS.linear(x, plain))
+
+
+def test_denormal_products_are_kept() -> None:
+    matrix = Matrix("f32", torch.full((1, 16), 1e-20), 16)
+    x = torch.zeros(1, 16)
+    x[0, 3] = 1e-22
+    torch.set_flush_denormal(True)
+    try:
+        y = on_every_level(lambda: OPS.linear(x, matrix))
+    finally:
+        torch.set_flush_denormal(False)
+    assert y.item() == np.float32(np.float64(np.float32(1e-20)) * np.float64(np.float32(1e-22))) > 0
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("columns", [5, 32, 50, 96])
+def test_embedding_is_the_rows_of_the_table(kind: str, columns: int) -> None:
+    matrix, w = make_matrix(12, columns, kind, 7)
+    ids = [3, 0, 11, 3]
+    x = on_every_level(lambda: OPS.embedding(ids, matrix))
+    assert (x.double().numpy() == w[ids]).all()
+
+
+def test_an_id_behind_the_table_is_refused() -> None:
+    matrix, _ = make_matrix(12, 32, "f32", 8)
+    for bad in (-1, 12):
+        with pytest.raises(EngineError, match=f"token id {bad}, the table has 12 rows"):
+            OPS.embedding([0, bad], matrix)
+
+
+def test_wrong_widths_and_types_are_refused() -> None:
+    matrix, _ = make_matrix(4, 32, "f32", 9)
+    with pytest.raises(EngineError, match="linear columns: 31 and 32"):
+        OPS.linear(torch.zeros(1, 31), matrix)
+    with pytest.raises(EngineError, match="float64"):
+        OPS.linear(torch.zeros(1, 32, dtype=torch.float64), matrix)
