@@ -66,7 +66,7 @@ def available_isa_levels() -> tuple[str, ...]:
 
 
 def select_isa(name: str) -> None:
-    """Puts a level in force for all later calls; not while another thread is in a native call. Raises ``ConfigError``."""
+    """Puts a level in force for later calls; not while another thread is in one. Raises ``ConfigError``."""
     _select(library(), name)
 
 
