@@ -1,0 +1,87 @@
+"""What a layer may ask of its state: the protocols that decode states and training states share.
+
+Lives in ``kvcache`` beside both. It must not know models or layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from strata.kernels.ops import DeltaRows
+
+__all__ = ["AttentionPart", "DeltaPart", "HistoryPart", "IndexPart", "NgramPart", "StateParts", "TailPart"]
+
+
+class IndexPart(Protocol):
+    """See ``IndexCache``."""
+
+    block: int
+
+    def append(self, start: int, raw_TD: torch.Tensor) -> tuple[Sequence[int], torch.Tensor]: ...
+
+    def finish(self, start: int, rows: int, key_BD: torch.Tensor) -> tuple[int, torch.Tensor]: ...
+
+
+class AttentionPart(Protocol):
+    """See ``AttentionCache``."""
+
+    @property
+    def index(self) -> IndexPart | None: ...
+
+    def append(self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class TailPart(Protocol):
+    """See ``ConvolutionTail``."""
+
+    rows_UC: torch.Tensor
+
+    def record(self, x_TC: torch.Tensor) -> None: ...
+
+
+class DeltaPart(Protocol):
+    """See ``DeltaState``."""
+
+    state_NDV: torch.Tensor
+    pending: DeltaRows | None
+
+    @property
+    def tail(self) -> TailPart: ...
+
+    def record(self, qkv_TC: torch.Tensor, rows: DeltaRows, *, written: bool) -> None: ...
+
+
+class HistoryPart(Protocol):
+    """See ``TokenHistory``."""
+
+    def windows(self, ids: Sequence[int]) -> list[list[int]]: ...
+
+    def record(self, ids: Sequence[int]) -> None: ...
+
+
+class NgramPart(Protocol):
+    """See ``NgramState``."""
+
+    @property
+    def history(self) -> HistoryPart: ...
+
+    @property
+    def tail(self) -> TailPart: ...
+
+
+class StateParts(Protocol):
+    """See ``SequenceState``: what a model's forward needs of it."""
+
+    @property
+    def attention(self) -> Mapping[int, AttentionPart]: ...
+
+    @property
+    def delta(self) -> Mapping[int, DeltaPart]: ...
+
+    @property
+    def ngram(self) -> Mapping[int, NgramPart]: ...
+
+    def begin(self, rows: int, *, certain: bool = False) -> int: ...
