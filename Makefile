@@ -6,11 +6,12 @@ WORKERS ?= 2
 export PROMPT
 export PYTHON
 
-.PHONY: help run test lint format bench clean lock generate environment environment-dev native test-gpu test-cpu512 check
+.PHONY: help build run test lint format bench clean lock generate environment environment-dev native test-gpu test-cpu512 check
 
 help:
 	@echo "make run          install, build, and run the demo   [PROMPT='def add(a, b):'] [ARGS='--threads 2']"
 	@echo "make test         install, build, and run all tests  [ARGS='-k config']"
+	@echo "make build        install, and compile the native library"
 	@echo "make lint         ruff and strict types"
 	@echo "make bench        all benchmarks that this machine can run; results in benchmarks/results"
 	@echo "make test-gpu     the tests that need an NVIDIA card"
@@ -57,6 +58,8 @@ environment:
 environment-dev:
 	@$(PY) tools/environment.py --current --extra dev 2>/dev/null || \
 	  { python=$$(sh tools/check.sh) && "$$python" tools/environment.py --extra dev; }
+
+build: environment native
 
 native:
 	@$(PY) tools/build_native.py

@@ -6,7 +6,7 @@ docs/reference/configuration.md are made from them, and defaults are written now
 (or Python arguments), environment, the model's strata.toml, STRATA_HOME/config.toml, default.
 
 It must not know a model, a machine or a plan: what becomes of a request is the resolved plan's business (the
-``memory`` and ``engine`` rooms), which tells ``show_config`` by ``Effect``. Imports nothing heavy.
+``memory`` and ``engine`` rooms), which tells by ``Effect`` (config_sources.py). Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from strata.option_values import (
     whole,
 )
 
-__all__ = ["BY_NAME", "GROUPS", "OPTIONS", "Option", "Origin", "RamMode", "Requested"]
+__all__ = ["BY_NAME", "GROUPS", "OPTIONS", "OTHER_VARIABLES", "Option", "Origin", "RamMode", "Requested"]
 
 Origin: TypeAlias = Literal["command line", "argument", "environment", "model file", "home file", "default"]
 Group: TypeAlias = Literal["model", "memory", "prompt", "experts", "sampling", "log"]
@@ -47,7 +47,13 @@ RamMode: TypeAlias = Literal["arena", "resident", "budget", "mapped"]
 
 ENVIRONMENT_PREFIX = "STRATA_"
 # Variables that are no options: read before any configuration exists, or by the build and the tests alone.
-OTHER_VARIABLES = frozenset({"STRATA_HOME", "STRATA_TESTS_REQUIRE"})
+OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
+    {
+        "STRATA_HOME": "Folder of models, compiled kernels, profiles, calibration, logs and config.toml.",
+        "STRATA_ISA": "Instruction set that the native library uses in place of the best one: scalar, avx2, ...",
+        "STRATA_TESTS_REQUIRE": "Hardware marker whose tests must run; set by make test-gpu and make test-cpu512.",
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ def resolve(
             if name not in BY_NAME:
                 raise ConfigError(f"{name!r} is no option{suggest(name, BY_NAME)}")
             one = BY_NAME[name]
-            values[name] = parse_option(one, value, f"{one.variable} {where}" if origin == "environment" else where)
+            named = f"{one.variable} {where}" if origin == "environment" and one.flag else where
+            values[name] = parse_option(one, value, named)
             origins[name] = origin
     values["origins"] = MappingProxyType(origins)
     requested = dataclasses.replace(base or Requested(), **values)
@@ -109,7 +110,7 @@ def refuse_contradictions(requested: Requested) -> None:
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]:
     """One line for each ``STRATA_`` variable that no option reads, naming it and the likely intention."""
-    known = {one.variable for one in OPTIONS} | OTHER_VARIABLES
+    known = {one.variable for one in OPTIONS} | set(OTHER_VARIABLES)
     names = os.environ if environment is None else environment
     strays = sorted(name for name in names if name.startswith(ENVIRONMENT_PREFIX) and name not in known)
     return [f"{name} is set but no option reads it{suggest(name, known)}" for name in strays]
