@@ -11,7 +11,7 @@ It must not know what a conversation is, nor how text becomes ids.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from strata.errors import RequestError
@@ -23,9 +23,10 @@ _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 @dataclass(frozen=True)
 class ControlToken:
-    """A control token and how it takes the white space beside it."""
+    """A control token, whether decoding hides it, and how it takes the white space beside it."""
 
     text: str
+    special: bool = True
     strips_left: bool = False
     strips_right: bool = False
 
@@ -43,6 +44,7 @@ class ControlText:
 
     def __init__(self, tokens: Iterable[ControlToken]) -> None:
         self._tokens: Mapping[str, ControlToken] = {token.text: token for token in tokens}
+        self.special = frozenset(token.text for token in self._tokens.values() if token.special)
         by_length = sorted(self._tokens, key=len, reverse=True)
         # A pattern that never matches stands for "no control tokens".
         self._pattern = re.compile("|".join(re.escape(text) for text in by_length) or r"(?!)")
@@ -51,7 +53,8 @@ class ControlText:
             text[start:stop]
             for text in self._tokens
             for start in range(1, len(text))
-            for stop in range(start + 2, len(text) + 1)
+            for stop in range(start + 1, len(text) + 1)
+            if text[start:stop].strip()
         }
         self._longest = max((len(text) for text in self._tokens), default=0)
 
@@ -102,11 +105,6 @@ class ControlText:
         rest = rendered[position:]
         _append_text(segments, rest.lstrip() if strips else rest, mark)
         return segments
-
-
-def joined(segments: Sequence[Segment]) -> str:
-    """The prompt's text, for people and for logs."""
-    return "".join(segment.text for segment in segments)
 
 
 def _broken(token: str, mark: str, only: frozenset[str] | None) -> str:

@@ -41,13 +41,14 @@ class Tokenizer:
         self._spec = _parse(files)
         self._library = _load(self._spec, files.directory)
         self._alphabet = ByteAlphabet(self._spec)
+        self.strips_space = self._alphabet.strips_space
         self._added = {item["id"]: item for item in self._spec.get("added_tokens") or []}
         vocabulary_ids = self._library.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(vocabulary_ids, default=-1) + 1
         self.control_ids: Mapping[str, int] = self._control_ids()
         self.hidden_ids = frozenset(id_ for id_, item in self._added.items() if item.get("special"))
         self.control_text = ControlText(
-            ControlToken(item["content"], bool(item.get("lstrip")), bool(item.get("rstrip")))
+            ControlToken(item["content"], bool(item.get("special")), bool(item.get("lstrip")), bool(item.get("rstrip")))
             for item in self._added.values()
             if item["content"] in self.control_ids
         )
@@ -149,7 +150,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, show_hidden: bool = False) -> str:
         """The text of a whole sequence. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary nothing."""
         data = b"".join(self.token_bytes(id_) for id_ in ids if show_hidden or id_ not in self.hidden_ids)
-        if self._alphabet.strips_space and data.startswith(b" "):
+        if self.strips_space and data.startswith(b" "):
             data = data[1:]
         return data.decode("utf-8", "replace")
 
