@@ -76,6 +76,9 @@ class StateParts(Protocol):
     """See ``SequenceState``: what a model's forward needs of it."""
 
     @property
+    def sequences(self) -> int: ...
+
+    @property
     def attention(self) -> Mapping[int, AttentionPart]: ...
 
     @property

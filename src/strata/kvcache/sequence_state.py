@@ -46,7 +46,7 @@ class Checkpoint:
 class SequenceState:
     """One sequence of up to ``max_positions`` tokens.
 
-    ``length`` is the number of committed positions; attention caches have no other notion of it. A forward starts at ``begin`` and leaves recorded rows;
+    ``length`` is the number of committed positions. A forward starts at ``begin`` and leaves recorded rows;
     ``commit(n)`` accepts the first n of them, and a forward without a commit is forgotten by the next ``begin``.
     """
 
@@ -57,6 +57,7 @@ class SequenceState:
         delta: Mapping[int, DeltaState] | None = None,
         ngram: Mapping[int, NgramState] | None = None,
     ) -> None:
+        self.sequences = 1
         self.max_positions = max_positions
         self.attention = attention
         self.delta = delta or {}

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from strata.kvcache.parts import StateParts
 from strata.layers.rope import RopeTable
 
-__all__ = ["Rows"]
+__all__ = ["Rows", "take_rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,3 +27,13 @@ class Rows:
     rope: RopeTable
     cos_TR: torch.Tensor
     sin_TR: torch.Tensor
+
+
+def take_rows(rope: RopeTable, ids: Sequence[int], state: StateParts, *, certain: bool) -> Rows:
+    """Begins a forward of ``ids`` on the state. The rows of every sequence of a training batch start at position 0."""
+    start = state.begin(len(ids), certain=certain)
+    length = len(ids) // state.sequences
+    cos_TR, sin_TR = rope.rows(start, length)
+    if state.sequences > 1:
+        cos_TR, sin_TR = cos_TR.repeat(state.sequences, 1), sin_TR.repeat(state.sequences, 1)
+    return Rows(ids, start, certain, rope, cos_TR, sin_TR)

@@ -1,0 +1,104 @@
+"""Reads a raw config strictly: what is absent, of the wrong kind or not implemented is a one-line error.
+
+Lives in ``models`` because families share it; the names it is asked for are the families'. It must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from strata.errors import CheckpointError
+
+__all__ = ["ConfigReader"]
+
+_ABSENT = object()
+_LARGEST = 1 << 31  # no size of a real model reaches it, and products of two stay in 64 bits
+
+
+class ConfigReader:
+    """Typed access to one mapping of a ``config.json``; ``where`` names it in errors."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
+        self._raw = raw
+        self._where = where
+
+    def has(self, key: str) -> bool:
+        """True when the key is there and not null."""
+        return self._raw.get(key) is not None
+
+    def value(self, *keys: str, default: Any = _ABSENT) -> Any:
+        """The first of ``keys`` that is there and not null."""
+        for key in keys:
+            if self.has(key):
+                return self._raw[key]
+        if default is _ABSENT:
+            raise self.refusal(f"{' or '.join(keys)} is missing")
+        return default
+
+    def integer(self, *keys: str, default: Any = _ABSENT, least: int = 1) -> int:
+        """An integer in [least, 2^31)."""
+        found = self.value(*keys, default=default)
+        if isinstance(found, bool) or not isinstance(found, int) or not least <= found < _LARGEST:
+            raise self.refusal(f"{keys[0]} is {found!r}, an integer of at least {least} is expected")
+        return found
+
+    def number(self, *keys: str, default: Any = _ABSENT) -> float:
+        """A positive finite number."""
+        found = self.value(*keys, default=default)
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < float("inf"):
+            raise self.refusal(f"{keys[0]} is {found!r}, a positive number is expected")
+        return float(found)
+
+    def flag(self, key: str, *, default: Any = _ABSENT) -> bool:
+        found = self.value(key, default=default)
+        if not isinstance(found, bool):
+            raise self.refusal(f"{key} is {found!r}, true or false is expected")
+        return found
+
+    def choice(self, key: str, allowed: Collection[str], *, default: Any = _ABSENT) -> str:
+        """A string out of ``allowed``; anything else is not implemented."""
+        found = self.value(key, default=default)
+        if not isinstance(found, str) or found not in allowed:
+            raise self.refusal(f"{key} {found!r} is not implemented", f"implemented: {', '.join(sorted(allowed))}")
+        return found
+
+    def require(self, key: str, expected: Any, *, default: Any = _ABSENT) -> None:
+        """Refuses any other value than ``expected``. Without a default the key's absence counts as ``expected``."""
+        found = self.value(key, default=expected if default is _ABSENT else default)
+        if found != expected or isinstance(found, bool) != isinstance(expected, bool):
+            raise self.refusal(f"{key} {found!r} is not implemented", f"implemented: {expected!r}")
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """Token ids given as one integer or a list; empty when absent."""
+        found = self.value(key, default=[])
+        listed = found if isinstance(found, list) else [found]
+        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in listed):
+            raise self.refusal(f"{key} is {found!r}, token ids are expected")
+        return tuple(listed)
+
+    def nested(self, key: str) -> ConfigReader:
+        found = self.value(key)
+        if not isinstance(found, Mapping):
+            raise self.refusal(f"{key} is {found!r}, an object is expected")
+        return ConfigReader(found, f"{self._where} {key}")
+
+    def rope(self) -> ConfigReader:
+        """The rotary parameters in either notation: one object, or ``rope_theta`` with ``rope_scaling`` beside it."""
+        if self.has("rope_parameters"):
+            reader = self.nested("rope_parameters")
+        else:
+            scaling = self.value("rope_scaling", default={})
+            if not isinstance(scaling, Mapping):
+                raise self.refusal(f"rope_scaling is {scaling!r}, an object is expected")
+            beside = ("rope_theta", "partial_rotary_factor")
+            reader = ConfigReader(
+                {**{key: self._raw[key] for key in beside if self.has(key)}, **scaling}, f"{self._where} rope_scaling"
+            )
+        kind = reader.value("rope_type", "type", default="default")
+        if kind not in ("default", "mrope"):
+            raise self.refusal(f"rope type {kind!r} is not implemented", "implemented: 'default'")
+        return reader
+
+    def refusal(self, what: str, hint: str = "") -> CheckpointError:
+        return CheckpointError(f"{self._where}: {what}", hint)
