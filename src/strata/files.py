@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -27,28 +27,20 @@ def atomic_write(path: Path | str, mode: str = "wb", *, durable: bool = True) ->
     if mode not in ("w", "wb"):
         raise ValueError(f"mode {mode!r} is not 'w' or 'wb'")
     target = Path(path)
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
-    temporary = Path(name)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.partial")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
         with os.fdopen(descriptor, mode, encoding=None if mode == "wb" else "utf-8") as handle:
             yield handle
             handle.flush()
             if durable:
                 os.fsync(handle.fileno())
-        temporary.chmod(0o666 & ~current_umask())  # mkstemp makes private files
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     if durable:
         sync_folder(target.parent)
-
-
-def current_umask() -> int:
-    """The process's umask. Reading it means setting it, so it is put back at once."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def sync_folder(folder: Path) -> None:

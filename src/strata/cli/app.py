@@ -49,6 +49,10 @@ class Command:
 COMMANDS: tuple[Command, ...] = ()
 
 
+class PipeClosed(Exception):
+    """Nobody reads standard output any more. Typer would end the process itself on the system's own error."""
+
+
 def typed_command(words: Sequence[str]) -> str | None:
     """The command's name: the first word, since no option before it takes a value. None for ``strata --help``."""
     return next((word for word in words if not word.startswith("-")), None)
@@ -72,7 +76,11 @@ def adapt(function: Callable[..., Any]) -> Callable[..., Any]:
             values["configure"] = configure
         else:
             configure()
-        status = function(**values)
+        try:
+            status = function(**values)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise PipeClosed from None
         raise typer.Exit(int(status or 0))
 
     signature = inspect.Signature([one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in [*own, *flags]])
@@ -161,7 +169,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:
+    except (BrokenPipeError, PipeClosed):
         # Nobody reads on; Python would complain once more when it flushes standard output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

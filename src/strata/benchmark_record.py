@@ -1,0 +1,143 @@
+"""The one file format of measured figures: benchmarks/results/<machine>/<name>.json, and the JSON line at the end.
+
+Lives on top because the scripts in ``benchmarks/`` and the bench command both write it. A record is published with
+the project, so it holds no absolute path, host name or user name; one that does is refused. It knows nothing of
+what is measured.
+"""
+
+from __future__ import annotations
+
+import datetime
+import getpass
+import json
+import platform
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from strata import version
+from strata.errors import ConfigError
+from strata.files import atomic_write
+
+__all__ = ["Figure", "Record", "measured", "record_path"]
+
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+ABSOLUTE_PATH = re.compile(r"(?:^|[\s\"'=:,(])(?:~|/[\w.-]+/[\w./-]|[A-Za-z]:[\\/])")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure: the median of ``runs`` runs, and the bound that it is held against.
+
+    ``ceiling`` is in the same unit; ``percent`` follows from it. The other fields say under which circumstances the
+    figure holds and stay None where they mean nothing.
+    """
+
+    value: float
+    unit: str
+    ceiling: float | None = None
+    min: float | None = None
+    max: float | None = None
+    runs: int = 1
+    vram_gib: float | None = None
+    max_context: int | None = None
+    kv: str | None = None
+    dense: str | None = None
+    routing: str | None = None
+    hit_rate: float | None = None
+    context_tokens: int | None = None
+
+    @property
+    def percent(self) -> float | None:
+        return round(100 * self.value / self.ceiling, 1) if self.ceiling else None
+
+    def as_json(self) -> dict[str, object]:
+        table = asdict(self)
+        items = list(table.items())
+        items.insert(3, ("percent", self.percent))
+        return {name: value for name, value in items if value is not None}
+
+
+def measured(values: Sequence[float], unit: str, ceiling: float | None = None) -> Figure:
+    """The figure of several runs: their median, least and greatest."""
+    if not values:
+        raise ValueError("no runs")
+    return Figure(statistics.median(values), unit, ceiling=ceiling, min=min(values), max=max(values), runs=len(values))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one benchmark found on one machine. ``command`` is what to type; ``machine`` the machine in numbers."""
+
+    command: str
+    machine: Mapping[str, object]
+    figures: Mapping[str, Figure]
+    commit: str = field(default_factory=lambda: version.commit().removesuffix("-dirty"))
+    dirty: bool = field(default_factory=lambda: version.commit().endswith("-dirty"))
+    when: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+
+    def as_json(self) -> dict[str, object]:
+        """The record as plain data. Raises ConfigError if it holds a path or a name that is nobody's business."""
+        table: dict[str, object] = {
+            "command": self.command,
+            "commit": self.commit,
+            "dirty": self.dirty,
+            "when": self.when,
+            "machine": dict(self.machine),
+            "figures": {name: figure.as_json() for name, figure in self.figures.items()},
+        }
+        refuse_private(table)
+        return table
+
+    def line(self) -> str:
+        """The last line that a benchmark prints."""
+        return json.dumps(self.as_json(), allow_nan=False)
+
+    def write(self, path: Path) -> None:
+        """Writes the record whole or not at all; creates the machine's folder."""
+        text = json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path, "w") as handle:
+            handle.write(text)
+
+
+def record_path(results: Path, machine: str, name: str) -> Path:
+    """``<results>/<machine>/<name>.json``; both names are lower-case words."""
+    for word in (machine, name):
+        if not NAME.fullmatch(word):
+            raise ConfigError(
+                f"{word!r} is no name of a machine or a benchmark", "use lower-case letters, digits, - and ."
+            )
+    return results / machine / f"{name}.json"
+
+
+def texts_of(value: object, where: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield where, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield f"{where} key", str(key)
+            yield from texts_of(inner, f"{where}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from texts_of(inner, where)
+
+
+def refuse_private(table: Mapping[str, object]) -> None:
+    """Raises ConfigError for the first text with an absolute path, this host's name, or this user's name."""
+    names = {name for name in (platform.node(), platform.node().partition(".")[0], user_name()) if len(name) > 1}
+    for where, text in texts_of(table, "record"):
+        if ABSOLUTE_PATH.search(text):
+            raise ConfigError(f"{where} holds an absolute path: {text!r}", "give paths relative to the current folder")
+        for name in names:
+            if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text):
+                raise ConfigError(f"{where} names this host or user: {text!r}", "leave the name out")
+
+
+def user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # no name for this user id
+        return ""
