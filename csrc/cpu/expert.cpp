@@ -1,0 +1,329 @@
+// The routed experts of one layer as one job of the pool: rows are prepared once, then every expert's gate and up,
+// then every expert's down, cut into units of like cost that threads claim in order.
+//
+// A unit of down waits until its expert's gate and up are complete. Units are claimed in rising order and all gate
+// and up units come first, so whatever is waited for is already being computed by another thread.
+#include "expert.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "pool.h"
+#include "status.h"
+
+namespace strata {
+
+const ExpertKernels* expert_kernels(int format) {
+    const ExpertKernels* found = nullptr;
+    switch (isa_level()) {
+#if defined(STRATA_HAVE_AVX512)
+        case kAvx512: found = expert_kernels_avx512(format); break;
+#endif
+#if defined(STRATA_HAVE_AVXVNNI)
+        case kAvxVnni: found = expert_kernels_avxvnni(format); break;
+#endif
+#if defined(STRATA_HAVE_AVX2)
+        case kAvx2: found = expert_kernels_avx2(format); break;
+#endif
+        default: break;
+    }
+    return found != nullptr ? found : expert_kernels_scalar(format);
+}
+
+}  // namespace strata
+
+// One expert and the picks [first, first + count) of it; laid out for numpy.
+struct StrataExpertTask {
+    uint64_t blob;
+    float gate_scale, up_scale, down_scale;
+    int32_t first, count;
+    int32_t unused;
+};
+static_assert(sizeof(StrataExpertTask) == 32, "the Python side describes these bytes");
+
+namespace strata {
+namespace {
+
+// The bytes of weights below which a unit is not cut further: about 10 us of one core, a hundred times what a claim
+// costs; and how many units a thread should get at least, so that the last one is a small part.
+constexpr double kLeastUnit = 48.0 * 1024;
+constexpr double kUnitsPerThread = 24;
+constexpr long kRowsPerUnit = 4;
+
+// Memory of a calling thread, grown as needed and kept for its next call.
+class Scratch {
+  public:
+    ~Scratch() { std::free(memory_); }
+
+    void* take(size_t bytes) {
+        if (bytes > size_) {
+            std::free(memory_);
+            size_ = 0;
+            if (posix_memalign(&memory_, 64, bytes) != 0) memory_ = nullptr;
+            if (memory_ != nullptr) size_ = bytes;
+        }
+        return memory_;
+    }
+
+  private:
+    void* memory_ = nullptr;
+    size_t size_ = 0;
+};
+
+thread_local Scratch scratch;
+
+struct Unit {
+    int32_t task;  // -1: rows [begin, end) are prepared
+    int32_t begin, end;
+    bool down;
+};
+
+struct Job {
+    ExpertShape shape;
+    const ExpertKernels* kernels;
+    const StrataExpertTask* tasks;
+    const float* x;
+    uint8_t* flags;
+    uint8_t* prepared;  // x_rows prepared rows
+    const void** rows;  // of each pick: its prepared row, its inner row, its result, its flag
+    void** inner;
+    float** results;
+    uint8_t** pick_flags;
+    std::atomic<int32_t>* missing;  // of each task: gate and up units that are not complete
+    std::atomic<int32_t> rows_missing{0};
+    Unit* units;
+    long num_units;
+    std::atomic<long> next{0};
+};
+
+void await_zero(const std::atomic<int32_t>& missing) {
+    for (long spins = 0; missing.load(std::memory_order_acquire) != 0; ++spins) {
+        if (spins > 2000) sched_yield();  // whoever computes it may have lost its processor
+#if defined(__x86_64__)
+        else __builtin_ia32_pause();
+#endif
+    }
+}
+
+void compute_unit(Job& job, const Unit& unit) {
+    const ExpertShape& shape = job.shape;
+    if (unit.task < 0) {
+        const long superblocks = shape.hidden_superblocks();
+        for (long row = unit.begin; row < unit.end; ++row)
+            if (job.kernels->prepare(job.x + row * shape.hidden, shape.hidden, superblocks,
+                                     job.prepared + row * shape.row_bytes(superblocks)))
+                __atomic_store_n(job.flags + row, 1, __ATOMIC_RELAXED);
+        job.rows_missing.fetch_sub(1, std::memory_order_acq_rel);
+        return;
+    }
+    const StrataExpertTask& task = job.tasks[unit.task];
+    const auto* blob = reinterpret_cast<const uint8_t*>(task.blob);
+    if (!unit.down) {
+        await_zero(job.rows_missing);
+        job.kernels->gate_up(shape, blob, task.gate_scale, task.up_scale, unit.begin, unit.end, job.rows + task.first,
+                             job.inner + task.first, task.count, job.pick_flags + task.first);
+        job.missing[unit.task].fetch_sub(1, std::memory_order_acq_rel);
+        return;
+    }
+    await_zero(job.missing[unit.task]);
+    job.kernels->down(shape, blob, task.down_scale, unit.begin, unit.end, job.inner + task.first,
+                      job.results + task.first, task.count, job.pick_flags + task.first);
+}
+
+int work_on(void* context, int, int) {
+    Job& job = *static_cast<Job*>(context);
+    for (long i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.num_units;)
+        compute_unit(job, job.units[i]);
+    return kOk;
+}
+
+// Cost of a group, in bytes of weights that are read: each four rows beyond the first cost about one more reading.
+double cost(long bytes, long count) { return static_cast<double>(bytes) * static_cast<double>((count + 3) / 4); }
+
+// Groups per unit so that a unit costs about `target`.
+long groups_per_unit(long groups, double group_cost, double target) {
+    const double wanted = target / group_cost;
+    if (wanted >= static_cast<double>(groups)) return groups;
+    const long parts = std::max(1L, static_cast<long>(static_cast<double>(groups) / std::max(wanted, 1.0) + 0.5));
+    return (groups + parts - 1) / parts;
+}
+
+int check_task(const StrataExpertTask& task, long index, long picks) {
+    if (task.blob == 0) return fail(kBadArgument, "expert task %ld has no address", index);
+    if (task.blob % 64 != 0)
+        return fail(kBadArgument, "expert task %ld: address %#llx is not aligned to 64 bytes", index,
+                    static_cast<unsigned long long>(task.blob));
+    if (task.first < 0 || task.count < 0 || task.first > picks - task.count)
+        return fail(kBadArgument, "expert task %ld: picks %d to %lld of %ld", index, task.first,
+                    static_cast<long long>(task.first) + task.count, picks);
+    for (float scale : {task.gate_scale, task.up_scale, task.down_scale})
+        if (!(scale > 0.0f) || !std::isfinite(scale))
+            return fail(kBadArgument, "expert task %ld: a tensor scale is not finite and above zero", index);
+    return kOk;
+}
+
+int check_picks(const int32_t* rows, const int32_t* slots, long picks, long x_rows, long out_slots) {
+    for (long i = 0; i < picks; ++i) {
+        if (rows[i] < 0 || rows[i] >= x_rows)
+            return fail(kBadArgument, "pick %ld: row %d of %ld", i, rows[i], x_rows);
+        if (slots[i] < 0 || slots[i] >= out_slots)
+            return fail(kBadArgument, "pick %ld: result %d of %ld", i, slots[i], out_slots);
+    }
+    return kOk;
+}
+
+// How the units of a call are cut; counted first, then written.
+struct Cut {
+    long rows_units = 0, units = 0;
+    double target = 0;
+};
+
+Cut plan_units(const ExpertShape& shape, const StrataExpertTask* tasks, long num_tasks, long x_rows, Unit* units,
+               std::atomic<int32_t>* missing, double target) {
+    Cut cut;
+    auto add = [&](long task, long begin, long end, bool down) {
+        if (units != nullptr)
+            units[cut.units] = {static_cast<int32_t>(task), static_cast<int32_t>(begin), static_cast<int32_t>(end), down};
+        ++cut.units;
+    };
+    for (long row = 0; row < x_rows; row += kRowsPerUnit) add(-1, row, std::min(row + kRowsPerUnit, x_rows), false);
+    cut.rows_units = cut.units;
+    for (int down = 0; down < 2; ++down)
+        for (long t = 0; t < num_tasks; ++t) {
+            if (tasks[t].count == 0) continue;
+            const long groups = down ? shape.hidden_groups() : shape.inner_groups();
+            const long bytes = down ? shape.narrow_bytes() : 2 * shape.wide_bytes();
+            const long step = groups_per_unit(groups, cost(bytes, tasks[t].count), target);
+            for (long group = 0; group < groups; group += step) add(t, group, std::min(group + step, groups), down != 0);
+            if (!down && missing != nullptr) missing[t].store(static_cast<int32_t>((groups + step - 1) / step));
+        }
+    return cut;
+}
+
+size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+int compute(Job& job, const StrataExpertTask* tasks, long num_tasks, const int32_t* rows, const int32_t* slots,
+            long picks, long x_rows, float* out) {
+    const ExpertShape& shape = job.shape;
+    double total = 0;
+    for (long t = 0; t < num_tasks; ++t) total += cost(shape.payload_bytes(), tasks[t].count);
+    const double target = std::max(kLeastUnit, total / (pool_threads() * kUnitsPerThread));
+    const Cut cut = plan_units(shape, tasks, num_tasks, x_rows, nullptr, nullptr, target);
+
+    const size_t row_bytes = aligned(shape.row_bytes(shape.hidden_superblocks()));
+    const size_t inner_bytes = aligned(shape.row_bytes(shape.inner_superblocks()));
+    const size_t sizes[] = {row_bytes * x_rows,         inner_bytes * picks,        sizeof(void*) * picks,
+                            sizeof(void*) * picks,      sizeof(void*) * picks,      sizeof(void*) * picks,
+                            sizeof(std::atomic<int32_t>) * num_tasks, sizeof(Unit) * cut.units};
+    size_t bytes = 64;
+    for (size_t size : sizes) bytes += aligned(size);
+    auto* memory = static_cast<uint8_t*>(scratch.take(bytes));
+    if (memory == nullptr) return fail(kNoMemory, "no memory for %zu bytes of expert scratch", bytes);
+    uint8_t* parts[8];
+    for (int i = 0; i < 8; ++i) {
+        parts[i] = memory;
+        memory += aligned(sizes[i]);
+    }
+    job.prepared = parts[0];
+    job.rows = reinterpret_cast<const void**>(parts[2]);
+    job.inner = reinterpret_cast<void**>(parts[3]);
+    job.results = reinterpret_cast<float**>(parts[4]);
+    job.pick_flags = reinterpret_cast<uint8_t**>(parts[5]);
+    job.missing = reinterpret_cast<std::atomic<int32_t>*>(parts[6]);
+    job.units = reinterpret_cast<Unit*>(parts[7]);
+    for (long i = 0; i < picks; ++i) {
+        job.rows[i] = job.prepared + rows[i] * shape.row_bytes(shape.hidden_superblocks());
+        job.inner[i] = parts[1] + i * inner_bytes;
+        job.results[i] = out + static_cast<long>(slots[i]) * shape.hidden;
+        job.pick_flags[i] = job.flags + rows[i];
+    }
+    for (long t = 0; t < num_tasks; ++t) new (job.missing + t) std::atomic<int32_t>(0);
+    plan_units(shape, tasks, num_tasks, x_rows, job.units, job.missing, target);
+    job.num_units = cut.units;
+    job.rows_missing.store(static_cast<int32_t>(cut.rows_units));
+    return run_on_all(&work_on, &job);
+}
+
+int check_shape(long hidden, long intermediate, int format) {
+    constexpr long kWidest = 1 << 20;
+    if (hidden < 1 || hidden > kWidest || intermediate < 1 || intermediate > kWidest)
+        return fail(kBadArgument, "an expert of widths %ld and %ld", hidden, intermediate);
+    if (format < 0 || format >= kExpertFormats) return fail(kBadArgument, "expert format %d", format);
+    return kOk;
+}
+
+struct Combine {
+    const ExpertKernels* kernels;
+    const float *parts, *weights;
+    long k, hidden;
+    float* y;
+    uint8_t* flags;
+};
+
+constexpr long kMostPicks = 256;
+
+int combine_rows(void* context, long begin, long end) {
+    const Combine& job = *static_cast<Combine*>(context);
+    const float* parts[kMostPicks];
+    for (long row = begin; row < end; ++row) {
+        for (long k = 0; k < job.k; ++k) parts[k] = job.parts + (row * job.k + k) * job.hidden;
+        if (job.kernels->combine(parts, job.weights + row * job.k, job.k, job.hidden, job.y + row * job.hidden))
+            job.flags[row] = 1;
+    }
+    return kOk;
+}
+
+}  // namespace
+}  // namespace strata
+
+// Computes `num_tasks` experts for `picks` (row, result) pairs: result slots[i] (of `hidden` floats) of `out` becomes
+// the expert of row rows[i] of x, x_rows rows of `hidden` floats. flags[row] is set to 1 if the row held, or led to,
+// a number that is not finite; others are left. No two picks may share a result. Splits the work over the pool.
+STRATA_API int strata_expert_compute(long hidden, long intermediate, int format, const StrataExpertTask* tasks,
+                                     long num_tasks, const int32_t* rows, const int32_t* slots, long picks,
+                                     const float* x, long x_rows, float* out, long out_slots, uint8_t* flags) {
+    using namespace strata;
+    int status = check_shape(hidden, intermediate, format);
+    if (status != kOk) return status;
+    if (num_tasks < 0 || picks < 0 || x_rows < 0 || out_slots < 0 || picks > INT32_MAX)
+        return fail(kBadArgument, "a number of tasks, picks, rows or results is out of range");
+    if (num_tasks == 0 || picks == 0) return kOk;
+    if (tasks == nullptr || rows == nullptr || slots == nullptr || x == nullptr || out == nullptr || flags == nullptr)
+        return fail(kBadArgument, "an address of the expert call is null");
+    for (long t = 0; t < num_tasks; ++t)
+        if ((status = check_task(tasks[t], t, picks)) != kOk) return status;
+    if ((status = check_picks(rows, slots, picks, x_rows, out_slots)) != kOk) return status;
+    Job job;
+    job.shape = {hidden, intermediate, format};
+    job.kernels = expert_kernels(format);
+    job.tasks = tasks;
+    job.x = x;
+    job.flags = flags;
+    return compute(job, tasks, num_tasks, rows, slots, picks, x_rows, out);
+}
+
+// y[row] = sum over k, in order, by fused multiply-add from zero, of weights[row, k] * parts[row, k].
+STRATA_API int strata_expert_combine(const float* parts, const float* weights, long rows, long k, long hidden, float* y,
+                                     uint8_t* flags) {
+    using namespace strata;
+    if (rows < 0 || k < 1 || k > kMostPicks || hidden < 1)
+        return fail(kBadArgument, "%ld rows of %ld parts (at most %ld) of %ld", rows, k, kMostPicks, hidden);
+    if (parts == nullptr || weights == nullptr || y == nullptr || flags == nullptr)
+        return fail(kBadArgument, "an address of the sum over experts is null");
+    Combine job{expert_kernels(kNvfp4), parts, weights, k, hidden, y, flags};
+    return parallel_for(rows, 8, &combine_rows, &job);
+}
+
+// Bytes that a call keeps for the next one on the same thread.
+STRATA_API long strata_expert_scratch_bytes(long hidden, long intermediate, int format, long x_rows, long picks) {
+    const strata::ExpertShape shape{hidden, intermediate, format};
+    const size_t rows = strata::aligned(shape.row_bytes(shape.hidden_superblocks())) * x_rows;
+    const size_t inner = strata::aligned(shape.row_bytes(shape.inner_superblocks())) * picks;
+    return static_cast<long>(rows + inner + 48 * picks);
+}

@@ -1,0 +1,80 @@
+// Expert kernels with AVX2, FMA and F16C: eight output rows a vector.
+#include <immintrin.h>
+
+#include "expert.h"
+
+namespace strata {
+namespace {
+
+struct Isa {
+    static constexpr int kLanes = 8;
+    using Floats = __m256;
+    using Ints = __m256i;
+    using Bytes = __m256i;
+
+    static Floats zero() { return _mm256_setzero_ps(); }
+    static Floats sum(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+    static Floats product(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+    static Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+    static Floats spread(const float* x) { return _mm256_broadcast_ss(x); }
+    static void store(float* out, Floats x) { _mm256_storeu_ps(out, x); }
+    static Bytes load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+    static Bytes spread_codes(const int8_t* codes) {
+        int32_t four;
+        __builtin_memcpy(&four, codes, 4);
+        return _mm256_set1_epi32(four);
+    }
+
+    // Codes become 12 + 2 * E2M1 in 0..24, so that they can be the unsigned operand of maddubs; the correction
+    // -12 * (sum of the activations' codes) starts the sum. Each 32-bit lane sums its four products in two 16-bit
+    // halves; the correction goes to the lower one and neither can leave 16 bits (12 * 16 * 127 = 24,384).
+    static int32_t correct_nibbles(int sum) { return (-12 * sum) & 0xFFFF; }
+    static Ints start_nibbles(const int32_t* correction) { return _mm256_set1_epi32(*correction); }
+    static void load_nibbles(const uint8_t* p, Bytes& even, Bytes& odd) {
+        const __m256i table = _mm256_broadcastsi128_si256(
+            _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+        const __m256i low = _mm256_set1_epi8(15);
+        const __m256i bytes = load(p);
+        even = _mm256_shuffle_epi8(table, _mm256_and_si256(bytes, low));
+        odd = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low));
+    }
+    static Ints dot_nibbles(Ints acc, Bytes weights, const int8_t* codes) {
+        return _mm256_add_epi16(acc, _mm256_maddubs_epi16(weights, spread_codes(codes)));
+    }
+    static Floats finish_nibbles(Ints acc) {
+        return _mm256_cvtepi32_ps(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)));
+    }
+    static Floats load_e4m3(const uint8_t* p) {
+        const __m128i codes = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+        return _mm256_cvtph_ps(_mm_slli_epi16(codes, 7));
+    }
+
+    // |weight| is the unsigned operand (128 for -128) and the sign goes to the activation, which is never -128. A
+    // pair is at most 2 * 128 * 127 = 32,512.
+    static int32_t correct_bytes(int) { return 0; }
+    static Ints start_bytes(const int32_t*) { return _mm256_setzero_si256(); }
+    static Bytes load_bytes(const uint8_t* p) { return load(p); }
+    static Ints dot_bytes(Ints acc, Bytes weights, const int8_t* codes) {
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights),
+                                                   _mm256_sign_epi8(spread_codes(codes), weights));
+        return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    static Floats finish_bytes(Ints acc) { return _mm256_cvtepi32_ps(acc); }
+    static Floats load_half(const uint8_t* p) {
+        return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+
+    static void load_bf16_pairs(const uint8_t* p, Floats& low, Floats& high) {
+        const __m256i bytes = load(p);
+        low = _mm256_castsi256_ps(_mm256_slli_epi32(bytes, 16));
+        high = _mm256_castsi256_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
+    }
+};
+
+#include "expert_kernels.h"
+
+}  // namespace
+
+const ExpertKernels* expert_kernels_avx2(int format) { return table(format); }
+
+}  // namespace strata
