@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -18,9 +20,21 @@ from strata.checkpoint.weight_map import ExpertEntry, ExpertSource, WeightEntry,
 from strata.errors import CheckpointError
 from strata.quant.blocks import QuantisedMatrix
 
-__all__ = ["ExpertWeights", "SourceModel"]
+__all__ = ["ExpertWeights", "SourceModel", "WeightSource"]
 
 Projection = torch.Tensor | QuantisedMatrix
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +44,30 @@ class ExpertWeights:
     gate: Projection
     up: Projection
     down: Projection
+
+
+class WeightSource(Protocol):
+    """What the pack writer asks of weights, be they of a checkpoint or random. See ``SourceModel`` for the methods."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def entries(self) -> tuple[WeightEntry, ...]: ...
+    @property
+    def expert_entries(self) -> tuple[ExpertEntry, ...]: ...
+    @property
+    def absent_groups(self) -> frozenset[str]: ...
+    @property
+    def tokenizer_files(self) -> tuple[Path, ...]: ...
+    def parts(self, name: str) -> list[tuple[str, int]]: ...
+    def expert_names(self, layer: int) -> tuple[str, str, str]: ...
+    def source_dtype(self, name: str) -> str: ...
+    def read_rows(self, name: str, rows_at_once: int) -> Iterator[torch.Tensor]: ...
+    def has_row_scales(self, name: str) -> bool: ...
+    def read_fp8_rows(self, name: str, rows_at_once: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]: ...
+    def read_expert(self, layer: int, expert: int) -> ExpertWeights: ...
 
 
 @dataclass(frozen=True)
@@ -61,6 +99,8 @@ class SourceModel:
         for experts in weight_map.experts:
             self._find_experts(experts)
         self.absent_groups = self._check_groups()
+        self.name = checkpoint.folder.name
+        self.config = checkpoint.config
         self.entries = tuple(entry for entry in weight_map.dense if entry.group not in self.absent_groups)
         self.expert_entries = tuple(entry for entry in weight_map.experts if entry.group not in self.absent_groups)
         self._check_every_tensor_is_used()
@@ -69,30 +109,62 @@ class SourceModel:
         for experts in self.expert_entries:
             self._check_expert_shapes(experts)
 
+    @property
+    def tokenizer_files(self) -> tuple[Path, ...]:
+        """Files beside the weights that a tokenizer or a chat template is made of, and the generation defaults."""
+        return tuple(path for name in TOKENIZER_FILES if (path := self.checkpoint.folder / name).is_file())
+
+    def parts(self, name: str) -> list[tuple[str, int]]:
+        """Source tensor names of a dense weight (always as of a plain checkpoint) with the rows of each."""
+        return [(stored.name, stored.shape[0] if stored.shape else 1) for stored in self._found.get(name, ())]
+
+    def expert_names(self, layer: int) -> tuple[str, str, str]:
+        """Plain per-expert names (with ``{expert}``) of gate, up, and down: the map's first alternative of the kind
+        under the prefix that this checkpoint uses."""
+        source = self._experts[layer].source
+        per_expert = [one for one in self._expert_entry(layer).sources if one.gate and one.up and not one.packed]
+        same = [one for one in per_expert if _common(one.down, source.down) >= source.down.rfind("experts.")]
+        best = (same or per_expert)[0]
+        assert best.gate is not None
+        assert best.up is not None
+        return best.gate, best.up, best.down
+
+    def source_dtype(self, name: str) -> str:
+        """The type in which a dense weight is stored: BF16, F16, F32, F8_E4M3, NVFP4, I64, I32."""
+        return self._found[name][0].dtype
+
     def read_dense(self, name: str) -> torch.Tensor:
         """A dense weight in its canonical shape: BF16, F16, F32, int64, or FP32 where it was decoded.
 
         ``KeyError`` for a tied one, which has no data of its own.
         """
         entry = self.weight_map.entry(name)
-        parts = [decode(stored.read(self.checkpoint)) for stored in self._found[name]]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if entry.columns is not None:
-            whole = whole[:, entry.columns[0] : entry.columns[1]].contiguous()
-        if entry.kind == "integers":
-            whole = whole.to(torch.int64)
-        return whole.reshape(entry.shape)
-
-    def source_dtype(self, name: str) -> str:
-        """The type in which a dense weight is stored: BF16, F16, F32, F8_E4M3, NVFP4, I64."""
-        return self._found[name][0].dtype
+        rows = max(1, max(stored.shape[0] if stored.shape else 1 for stored in self._found[name]))
+        parts = list(self.read_rows(name, rows))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(entry.shape)
 
     def read_rows(self, name: str, rows_at_once: int) -> Iterator[torch.Tensor]:
-        """The rows of a dense weight in order, at most so many at a time, decoded as by ``read_dense``."""
+        """The rows (axis 0) of a dense weight in order, at most so many at a time, in their canonical shape."""
+        entry = self.weight_map.entry(name)
+        for stored in self._found[name]:
+            for start in range(0, stored.shape[0] if stored.shape else 1, rows_at_once):
+                stop = min(start + rows_at_once, stored.shape[0]) if stored.shape else None
+                rows = decode(stored.read(self.checkpoint, start, stop))
+                if entry.columns is not None:
+                    rows = rows[:, entry.columns[0] : entry.columns[1]].contiguous()
+                if entry.kind == "integers":
+                    rows = rows.to(torch.int64)
+                yield rows.reshape(rows.shape[:1] + entry.shape[1:]) if entry.shape else rows.reshape(())
+
+    def read_fp8_rows(self, name: str, rows_at_once: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The FP8 codes of a dense weight and the FP32 scale of each row. Only where ``has_row_scales``."""
         for stored in self._found[name]:
             for start in range(0, stored.shape[0], rows_at_once):
-                stop = min(start + rows_at_once, stored.shape[0])
-                yield decode(stored.read(self.checkpoint, start, stop))
+                yield stored.read_fp8_rows(self.checkpoint, start, min(start + rows_at_once, stored.shape[0]))
+
+    def has_row_scales(self, name: str) -> bool:
+        """Whether a dense weight is FP8 with one scale for all or one a row (not one a block)."""
+        return all(stored.form == "fp8" and not stored.block_scaled for stored in self._found[name])
 
     def read_expert(self, layer: int, expert: int) -> ExpertWeights:
         """One expert; a fused or packed one is cut out without reading its neighbours."""
@@ -191,7 +263,7 @@ class SourceModel:
 
         return _FoundExperts(source, find(source.gate or source.gate_up), find(source.up), find(source.down)), absent
 
-    def _check_groups(self) -> frozenset[str | None]:
+    def _check_groups(self) -> frozenset[str]:
         """Groups that are absent as a whole; anything else that is missing is an error listing the names."""
         absent = {group for group in self._missing if group and group not in self._present}
         missing = [name for group, names in self._missing.items() if group not in absent for name in names]
@@ -311,4 +383,11 @@ def _rows(matrix: Projection, start: int, stop: int) -> Projection:
     assert matrix.scales is not None
     return QuantisedMatrix(
         matrix.format, matrix.columns, matrix.codes[start:stop], matrix.scales[start:stop], matrix.tensor_scale
+    )
+
+
+def _common(first: str, second: str) -> int:
+    """Length of the common beginning of two names."""
+    return next(
+        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )

@@ -78,10 +78,18 @@ class StoredWeight:
         assert self.scale is not None
         if self.form == "nvfp4":
             return self._read_nvfp4(checkpoint, data, start, stop, where)
-        values = data.float()
-        if not bool(torch.isfinite(values).all()):
-            raise CheckpointError(f"{where} holds FP8 codes that are not numbers", "fetch the file again")
-        return values * self._read_fp8_scales(checkpoint, values, start, stop, where)
+        _refuse_nan_codes(data, where)
+        return data.float() * self._read_fp8_scales(checkpoint, data, start, stop, where)
+
+    def read_fp8_rows(self, checkpoint: Checkpoint, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows ``start`` to ``stop`` as FP8 codes, and the FP32 scale of each row. Not for block-scaled weights."""
+        assert self.form == "fp8"
+        assert not self.block_scaled
+        where = f"{checkpoint.folder}: {self.name}"
+        codes = checkpoint.read(self.data, start, stop)
+        _refuse_nan_codes(codes, where)
+        scales = self._read_fp8_scales(checkpoint, codes, start, stop, where)
+        return codes, scales.reshape(-1).expand(stop - start).contiguous()
 
     def _read_nvfp4(
         self, checkpoint: Checkpoint, codes: torch.Tensor, start: int, stop: int | None, where: str
@@ -119,6 +127,11 @@ class StoredWeight:
         rows = torch.arange(start, start + values.shape[0]) // _block(checkpoint)[0]
         columns = torch.arange(values.shape[1]) // _block(checkpoint)[1]
         return scales[rows][:, columns]
+
+
+def _refuse_nan_codes(codes: torch.Tensor, where: str) -> None:
+    if bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise CheckpointError(f"{where} holds FP8 codes that are not numbers", "fetch the file again")
 
 
 def decode(weight: torch.Tensor | QuantisedMatrix) -> torch.Tensor:

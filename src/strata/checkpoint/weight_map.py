@@ -22,11 +22,13 @@ __all__ = ["ExpertEntry", "ExpertSource", "WeightEntry", "WeightKind", "WeightMa
 
 WeightKind = Literal["matrix", "vector", "conv", "table", "integers"]
 """``matrix``: O x I, becomes a ``Matrix``. ``vector``: FP32 tensor. ``conv``: depthwise, C x W, FP32 tensor.
-``table``: a row-gathered embedding too large to load, kept in its file. ``integers``: int64, compared or kept exactly."""
+``table``: a row-gathered embedding too large to load, kept in its file. ``integers``: int64,
+compared or kept exactly."""
 
 WeightRole = Literal["dense", "router", "hyper", "norm", "embedding", "head", "table"]
 """What the weight is for, which decides its default format in a pack: ``dense``, ``embedding`` and ``head`` follow the
-dense option, ``hyper`` its own option, ``router`` and ``norm`` (all vectors and convolutions) stay FP32."""
+dense option, ``hyper`` its own option, ``router`` (and other gates of few rows) and ``norm`` (all vectors and
+convolutions) stay FP32."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ class ExpertSource:
     """One way in which a layer's routed experts may be stored. Either ``gate`` and ``up``, or ``gate_up``, is set.
 
     A pattern that contains ``{expert}`` names a 2-D tensor of one expert; one that does not names a packed 3-D tensor
-    with the experts along axis 0. ``orientation`` ``output_first`` means O x I per expert (gate, up: I x H; down: H x I;
-    gate_up: 2I x H, gate rows first, then up rows); ``input_first`` is the transpose of each. Quantised checkpoints
-    append their own suffixes to the pattern with a final ``.weight`` removed.
+    with the experts along axis 0. ``orientation`` ``output_first`` means O x I per expert (gate, up: I x H; down:
+    H x I; gate_up: 2I x H, gate rows first, then up rows); ``input_first`` is the transpose of each. Quantised
+    checkpoints append their own suffixes to the pattern with a final ``.weight`` removed.
     """
 
     down: str

@@ -1,0 +1,287 @@
+"""Reads a Strata pack: dense weights into memory, and where each expert's blob lies.
+
+Lives in ``checkpoint``. Opening checks the manifest, every file's size, and the small files; dense weights are checked
+as they are read; blobs and table rows by whoever reads them first (``BlobLocation.checksum``); ``check`` reads all.
+It must not know families, tiers, or backends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from strata.checkpoint.dense_writer import Q8_BLOCK, SCALES_SUFFIX
+from strata.checkpoint.manifest import DENSE_FILE, EXPERT_TABLES_FILE, DenseTensor, Manifest, TableRecord, read_manifest
+from strata.checkpoint.pack_checksum import tensor_checksum
+from strata.checkpoint.pack_writer import LAYOUT_NUMBER
+from strata.checkpoint.recognise import MANIFEST_FILE, find_pack
+from strata.checkpoint.safetensors_header import TensorSpec, parse_header
+from strata.checkpoint.safetensors_reader import list_names, read_bytes
+from strata.checkpoint.table_rows import TableFile, row_bytes
+from strata.errors import CheckpointError
+from strata.kernels.cpu.checksum import checksum
+from strata.kernels.ops import Matrix
+from strata.quant.layout import ExpertLayout
+
+__all__ = ["BlobLocation", "PackReader"]
+
+DenseWeight = Matrix | torch.Tensor | TableFile
+ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
+
+_TORCH_TYPES = {
+    "I64": torch.int64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I8": torch.int8,
+}
+_AGAIN = "make the pack again with strata pack"
+
+
+@dataclass(frozen=True)
+class BlobLocation:
+    """Where one expert's blob lies: ``nbytes`` at ``offset`` of ``path``, both whole pages. Whoever reads it first
+    compares ``strata.kernels.cpu.checksum`` of the blob with ``checksum``."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    checksum: int
+
+
+class PackReader:
+    """An open pack. Owns its open files and tables; ``close()`` or ``with`` ends them, weights stay valid but tables.
+
+    ``layout`` and ``expert_layers`` describe the experts (None and empty without any); ``tensor_scales`` is FP32
+    L x E x 3 (gate, up, down) and ``checksums`` uint64 L x E, L counting ``expert_layers``.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.folder = find_pack(path)
+        self.manifest: Manifest = read_manifest(self.folder)
+        self._files: dict[Path, int] = {}
+        self._tables: list[TableFile] = []
+        self.layout: ExpertLayout | None = None
+        self.expert_layers: tuple[int, ...] = ()
+        self.tensor_scales = torch.empty(0, 0, 3)
+        self.checksums: np.ndarray[Any, np.dtype[np.uint64]] = np.empty((0, 0), dtype=np.uint64)
+        self._check_files()
+        self._dense_specs, _ = parse_header(self.folder / DENSE_FILE)
+        self._open_experts()
+
+    @property
+    def family(self) -> str:
+        return self.manifest.family
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The source's config.json word for word."""
+        return self.manifest.config
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer; 0 without any."""
+        return self.manifest.experts.num_experts if self.manifest.experts else 0
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of memory that ``load_dense`` takes, for a plan."""
+        return sum(spec.nbytes for spec in self._dense_specs.values())
+
+    def matrix_bytes(self, name: str) -> int:
+        """Bytes of one canonical dense weight in memory; 0 for a tied one and for a table."""
+        return sum(spec.nbytes for key in (name, name + SCALES_SUFFIX) if (spec := self._dense_specs.get(key)))
+
+    def load_dense(self, progress: Callable[[int, int], None] | None = None) -> dict[str, DenseWeight]:
+        """All dense weights by canonical name, checked, in fresh memory: ``Matrix``, FP32 or int64 tensors, and
+        ``TableFile`` for tables (open until ``close``). A tied weight is the same object as what it is tied to."""
+        weights: dict[str, DenseWeight] = {}
+        done, total = 0, self.dense_bytes
+        for name, record in self.manifest.dense.items():
+            if record.tied_to is None:
+                weights[name] = self._load_weight(name, record)
+                done += self.matrix_bytes(name)
+                if progress is not None:
+                    progress(done, total)
+        for name, record in self.manifest.dense.items():
+            if record.tied_to is not None:
+                weights[name] = weights[record.tied_to]
+        for name, table in self.manifest.tables.items():
+            weights[name] = self._open_table(table)
+        return weights
+
+    def expert_location(self, layer: int, expert: int) -> BlobLocation:
+        """Where the blob of an expert lies. ``layer`` is one of ``expert_layers``."""
+        experts = self.manifest.experts
+        assert experts is not None
+        position = self._positions[layer]
+        assert 0 <= expert < experts.num_experts
+        index = position * experts.num_experts + expert
+        number, place = divmod(index, experts.blobs_per_file)
+        return BlobLocation(
+            self.folder / experts.files[number],
+            place * experts.blob_bytes,
+            experts.blob_bytes,
+            int(self.checksums[position, expert]),
+        )
+
+    def read_expert(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(blob uint8 [blob_bytes], tensor scales FP32 [3]), checked, in fresh memory."""
+        where = self.expert_location(layer, expert)
+        what = f"{where.path}: layer {layer}, expert {expert}"
+        blob = read_bytes(self._open(where.path), where.offset, where.nbytes, what)
+        if checksum(blob) != where.checksum:
+            raise CheckpointError(f"{what} is damaged: its checksum does not match", _AGAIN)
+        return torch.from_numpy(blob), self.tensor_scales[self._positions[layer], expert]
+
+    def check(self, progress: Callable[[str, int, int], None] | None = None) -> int:
+        """Reads and checks every byte of the pack; returns how many. Raises ``CheckpointError`` at the first damage."""
+        total = sum(path.stat().st_size for path in self._listed())
+        done = (self.folder / MANIFEST_FILE).stat().st_size
+
+        def step(what: str, nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(what, done, total)
+
+        for name, record in self.manifest.files.items():
+            self._check_sha256(name, record.sha256)
+            step(name, record.nbytes)
+        for name, dense in self.manifest.dense.items():
+            if dense.tied_to is None:
+                self._load_weight(name, dense)
+        for table in self.manifest.tables.values():
+            with self._new_table(table) as opened:
+                step(table.file, opened.check())
+        for layer in self.expert_layers:
+            for expert in range(self.num_experts):
+                blob, scales = self.read_expert(layer, expert)
+                assert self.layout is not None
+                where = f"{self.folder}: layer {layer}, expert {expert}"
+                self.layout.check(blob.unsqueeze(0), scales.unsqueeze(0), where)
+                step(f"layer {layer}", blob.numel())
+        return done
+
+    def close(self) -> None:
+        """Closes files and tables."""
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+        for table in self._tables:
+            table.close()
+        self._tables.clear()
+
+    def __enter__(self) -> PackReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _listed(self) -> list[Path]:
+        experts = self.manifest.experts.files if self.manifest.experts else []
+        tables = [table.file for table in self.manifest.tables.values()]
+        return [self.folder / name for name in (MANIFEST_FILE, *self.manifest.files, *tables, *experts)]
+
+    def _check_files(self) -> None:
+        """Sizes of all files, and the sha256 of the small ones (the dense file is checked tensor by tensor)."""
+        wanted = {name: record.nbytes for name, record in self.manifest.files.items()}
+        wanted |= {table.file: table.rows * table.row_bytes for table in self.manifest.tables.values()}
+        experts = self.manifest.experts
+        if experts is not None:
+            blobs = len(experts.layers) * experts.num_experts
+            for number, name in enumerate(experts.files):
+                here = min(experts.blobs_per_file, blobs - number * experts.blobs_per_file)
+                wanted[name] = here * experts.blob_bytes
+        missing = [name for name in wanted if not (self.folder / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{self.folder}: {len(missing)} files are missing: {list_names(missing)}", _AGAIN)
+        for name, nbytes in wanted.items():
+            size = (self.folder / name).stat().st_size
+            if size != nbytes:
+                raise CheckpointError(f"{self.folder / name} is {size} bytes, {nbytes} are needed", _AGAIN)
+        for name, record in self.manifest.files.items():
+            if name != DENSE_FILE:
+                self._check_sha256(name, record.sha256)
+
+    def _check_sha256(self, name: str, expected: str) -> None:
+        with (self.folder / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                raise CheckpointError(f"{self.folder / name} is damaged: its sha256 does not match", _AGAIN)
+
+    def _open_experts(self) -> None:
+        experts = self.manifest.experts
+        if experts is None:
+            self._positions: dict[int, int] = {}
+            return
+        self.layout = ExpertLayout(experts.hidden, experts.intermediate, experts.format)
+        if experts.layout != LAYOUT_NUMBER or self.layout.blob_bytes != experts.blob_bytes:
+            raise CheckpointError(
+                f"{self.folder} has expert layout {experts.layout} ({experts.blob_bytes} bytes a blob), "
+                f"read is {LAYOUT_NUMBER} ({self.layout.blob_bytes})",
+                _AGAIN,
+            )
+        self.expert_layers = tuple(experts.layers)
+        self._positions = {layer: position for position, layer in enumerate(experts.layers)}
+        path = self.folder / EXPERT_TABLES_FILE
+        specs, _ = parse_header(path)
+        count = (len(experts.layers), experts.num_experts)
+        self.tensor_scales = self._read_tensor(specs["tensor_scales"]).reshape(*count, 3)
+        self.checksums = self._read_tensor(specs["checksums"]).reshape(count).numpy().view(np.uint64)
+
+    def _open(self, path: Path) -> int:
+        if path not in self._files:
+            try:
+                self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        return self._files[path]
+
+    def _read_tensor(self, spec: TensorSpec, expected: str | None = None) -> torch.Tensor:
+        what = f"{spec.path}: tensor {spec.name!r}"
+        if spec.nbytes == 0:
+            return torch.empty(spec.shape, dtype=_TORCH_TYPES[spec.dtype])
+        data = read_bytes(self._open(spec.path), spec.offset, spec.nbytes, what)
+        if expected is not None and tensor_checksum(data) != expected:
+            raise CheckpointError(f"{what} is damaged: its checksum does not match", _AGAIN)
+        return torch.from_numpy(data).view(_TORCH_TYPES[spec.dtype]).reshape(spec.shape)
+
+    def _load_weight(self, name: str, record: DenseTensor) -> Matrix | torch.Tensor:
+        wanted = _stored_shapes(name, record)
+        read = {}
+        for key, (dtype, shape) in wanted.items():
+            spec = self._dense_specs.get(key)
+            if spec is None or (spec.dtype, spec.shape) != (dtype, shape) or key not in record.checksums:
+                raise CheckpointError(f"{self.folder / DENSE_FILE}: {key!r} is not {dtype} {list(shape)}", _AGAIN)
+            read[key] = self._read_tensor(spec, record.checksums[key])
+        if record.kind != "matrix":
+            return read[name]
+        assert record.format != "i64"
+        return Matrix(record.format, read[name], record.shape[1], read.get(name + SCALES_SUFFIX))
+
+    def _new_table(self, table: TableRecord) -> TableFile:
+        if table.row_bytes != row_bytes(table.columns, table.format):
+            raise CheckpointError(f"{self.folder / table.file}: rows of {table.row_bytes} bytes are not read", _AGAIN)
+        return TableFile(self.folder / table.file, table.rows, table.columns, table.format)
+
+    def _open_table(self, table: TableRecord) -> TableFile:
+        self._tables.append(self._new_table(table))
+        return self._tables[-1]
+
+
+def _stored_shapes(name: str, record: DenseTensor) -> dict[str, tuple[str, tuple[int, ...]]]:
+    shape = tuple(record.shape)
+    if record.format == "q8_0":
+        blocks = -(-shape[1] // Q8_BLOCK)
+        return {name: ("I8", (shape[0], blocks * Q8_BLOCK)), name + SCALES_SUFFIX: ("F16", (shape[0], blocks))}
+    return {name: ({"f32": "F32", "bf16": "BF16", "i64": "I64"}[record.format], shape)}

@@ -1,0 +1,149 @@
+"""Rows of a gathered table: how a row is written into its bytes, and the file that gathers them back.
+
+Lives in ``checkpoint`` because the table stays in its file: it is far larger than memory, and a token needs a few rows
+of it. A row holds its own scale and check word, so gathering it needs one read and finds any flipped byte.
+It must not know what the rows mean.
+
+Row: the payload, zeros up to a multiple of 4 bytes, then the check word (``row_checks``), little-endian.
+Payloads: f32 and bf16 the values; q8_0 int8 codes padded to 32, then an FP16 scale per 32; f8_e4m3 codes, zeros up to a
+multiple of 4, then one FP32 scale.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from strata.checkpoint.pack_checksum import row_checks
+from strata.checkpoint.safetensors_reader import read_bytes
+from strata.errors import CheckpointError
+from strata.quant.blocks import quantise
+
+__all__ = ["TableFile", "TableFormat", "encode_rows", "row_bytes"]
+
+TableFormat = Literal["f32", "bf16", "q8_0", "f8_e4m3"]
+ByteRows = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def _payload_bytes(columns: int, format: TableFormat) -> int:
+    blocks = -(-columns // 32)
+    sizes = {"f32": 4 * columns, "bf16": 2 * columns, "q8_0": 34 * blocks, "f8_e4m3": -(-columns // 4) * 4 + 4}
+    return sizes[format]
+
+
+def row_bytes(columns: int, format: TableFormat) -> int:
+    """Bytes of one row, its check word included."""
+    return -(-_payload_bytes(columns, format) // 4) * 4 + 4
+
+
+def encode_rows(values: torch.Tensor, format: TableFormat, first_row: int, scales: torch.Tensor | None) -> ByteRows:
+    """N x row_bytes of rows ``first_row ...``. ``values`` N x columns: float, or float8_e4m3fn codes with FP32
+    ``scales`` (N) for f8_e4m3."""
+    count, columns = values.shape
+    rows = np.zeros((count, row_bytes(columns, format)), dtype=np.uint8)
+    if format == "f32":
+        _place(rows, 0, values.float())
+    elif format == "bf16":
+        _place(rows, 0, values.to(torch.bfloat16))
+    elif format == "q8_0":
+        matrix = quantise(values, "q8_0")
+        assert matrix.scales is not None
+        _place(rows, 0, matrix.codes)
+        _place(rows, 32 * matrix.scales.shape[1], matrix.scales)
+    else:
+        assert scales is not None
+        assert values.dtype == torch.float8_e4m3fn
+        _place(rows, 0, values)
+        _place(rows, -(-columns // 4) * 4, scales.float().reshape(-1, 1))
+    numbers = np.arange(first_row, first_row + count, dtype=np.int64)
+    rows[:, -4:] = row_checks(rows[:, :-4], numbers).astype("<u4").reshape(-1, 1).view(np.uint8)
+    return rows
+
+
+def _place(rows: ByteRows, offset: int, tensor: torch.Tensor) -> None:
+    data = tensor.contiguous().view(torch.uint8).numpy()
+    rows[:, offset : offset + data.shape[1]] = data
+
+
+def _decode(rows: npt.NDArray[np.uint8], columns: int, format: TableFormat) -> torch.Tensor:
+    payload = torch.from_numpy(rows[:, : _payload_bytes(columns, format)].copy())
+    if format == "f32":
+        return payload.view(torch.float32)
+    if format == "bf16":
+        return payload.view(torch.bfloat16).float()
+    if format == "q8_0":
+        padded = -(-columns // 32) * 32
+        scales = payload[:, padded:].contiguous().view(torch.float16).float().repeat_interleave(32, 1)
+        return (payload[:, :padded].view(torch.int8).float() * scales)[:, :columns].contiguous()
+    codes = payload[:, :columns].contiguous().view(torch.float8_e4m3fn).float()
+    return codes * payload[:, -4:].contiguous().view(torch.float32)
+
+
+class TableFile:
+    """A table of a pack, gathered row by row from its file. Owns the open file; ``close()`` or ``with`` ends it."""
+
+    def __init__(self, path: Path, rows: int, columns: int, format: TableFormat) -> None:
+        self.path, self.rows, self.columns, self.format = path, rows, columns, format
+        self.row_bytes = row_bytes(columns, format)
+        try:
+            self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+    def gather(self, rows_TK: npt.NDArray[np.int64]) -> torch.Tensor:
+        """FP32 T x (K * columns): the K rows of each token side by side.
+
+        Raises ``CheckpointError`` for a damaged row.
+        """
+        numbers = rows_TK.reshape(-1)
+        assert numbers.size == 0 or (int(numbers.min()) >= 0 and int(numbers.max()) < self.rows)
+        data = np.empty((numbers.size, self.row_bytes), dtype=np.uint8)
+        for place, number in enumerate(numbers.tolist()):
+            data[place] = self._read(number, 1)[0]
+        self._check(data, numbers)
+        return _decode(data, self.columns, self.format).reshape(rows_TK.shape[0], -1)
+
+    def check(self, rows_at_once: int = 1 << 16) -> int:
+        """Reads and checks every row; returns the bytes read."""
+        for first in range(0, self.rows, rows_at_once):
+            count = min(rows_at_once, self.rows - first)
+            self._check(self._read(first, count), np.arange(first, first + count, dtype=np.int64))
+        return self.rows * self.row_bytes
+
+    def read_rows(self, first: int, count: int) -> torch.Tensor:
+        """FP32 count x columns of consecutive rows, checked."""
+        data = self._read(first, count)
+        self._check(data, np.arange(first, first + count, dtype=np.int64))
+        return _decode(data, self.columns, self.format)
+
+    def _read(self, first: int, count: int) -> npt.NDArray[np.uint8]:
+        what = f"{self.path}: row {first}"
+        return read_bytes(self._file, first * self.row_bytes, count * self.row_bytes, what).reshape(count, -1)
+
+    def _check(self, data: npt.NDArray[np.uint8], numbers: npt.NDArray[np.int64]) -> None:
+        words = data[:, -4:].copy().view("<u4")[:, 0]
+        wrong = np.flatnonzero(words != row_checks(data[:, :-4], numbers))
+        if wrong.size:
+            raise CheckpointError(
+                f"{self.path}: row {int(numbers[wrong[0]])} is damaged", "make the pack again with strata pack"
+            )
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> TableFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
