@@ -47,6 +47,7 @@ bench: environment-dev native
 generate: environment-dev
 	@$(PY) tools/reference.py
 	@$(PY) tools/licences.py
+	@$(PY) tools/decision_index.py
 
 lock: environment-dev
 	@$(PY) tools/lock.py

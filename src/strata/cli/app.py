@@ -49,7 +49,7 @@ class Command:
 COMMANDS: tuple[Command, ...] = ()
 
 
-class PipeClosed(Exception):
+class PipeClosed(Exception):  # noqa: N818 - what happened, not a fault
     """Nobody reads standard output any more. Typer would end the process itself on the system's own error."""
 
 
