@@ -118,6 +118,15 @@ class SequenceState:
         self._recorded = 0
         self._written = False
 
+    def truncate(self, length: int) -> None:
+        """Takes committed positions back. Only for a state that has nothing but attention."""
+        assert not self.delta, "recurrent state cannot be rewound"
+        assert not self.ngram, "recurrent state cannot be rewound"
+        assert length <= self.length
+        self.length = length
+        self._recorded = 0
+        self._written = False
+
     @property
     def recurrent_bytes(self) -> int:
         return sum(part.nbytes for part in self.delta.values()) + sum(part.nbytes for part in self.ngram.values())

@@ -85,16 +85,12 @@ class ConfigReader:
 
     def rope(self) -> ConfigReader:
         """The rotary parameters in either notation: one object, or ``rope_theta`` with ``rope_scaling`` beside it."""
-        if self.has("rope_parameters"):
-            reader = self.nested("rope_parameters")
-        else:
-            scaling = self.value("rope_scaling", default={})
-            if not isinstance(scaling, Mapping):
-                raise self.refusal(f"rope_scaling is {scaling!r}, an object is expected")
-            beside = ("rope_theta", "partial_rotary_factor")
-            reader = ConfigReader(
-                {**{key: self._raw[key] for key in beside if self.has(key)}, **scaling}, f"{self._where} rope_scaling"
-            )
+        name = "rope_parameters" if self.has("rope_parameters") else "rope_scaling"
+        inside = self.value(name, default={})
+        if not isinstance(inside, Mapping):
+            raise self.refusal(f"{name} is {inside!r}, an object is expected")
+        beside = {key: self._raw[key] for key in ("rope_theta", "partial_rotary_factor") if self.has(key)}
+        reader = ConfigReader({**beside, **inside}, f"{self._where} {name}")
         kind = reader.value("rope_type", "type", default="default")
         if kind not in ("default", "mrope"):
             raise self.refusal(f"rope type {kind!r} is not implemented", "implemented: 'default'")

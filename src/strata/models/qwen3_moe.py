@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from strata.checkpoint.weight_map import ExpertEntry, ExpertSource, WeightEntry, WeightMap, WeightRole
+from strata.checkpoint.weight_map import ExpertEntry, WeightEntry, WeightMap, WeightRole
 from strata.models.config_reader import ConfigReader
+from strata.models.expert_sources import expert_sources
 
 if TYPE_CHECKING:
     from strata.kvcache.attention_cache import KvFormat
@@ -122,21 +123,6 @@ def weight_map(config: Qwen3MoeConfig) -> WeightMap:
         sources = expert_sources((f"model.{at}mlp.experts.",))
         experts.append(ExpertEntry(layer, config.num_experts, hidden, config.expert_intermediate, sources))
     return WeightMap(tuple(dense), tuple(experts))
-
-
-def expert_sources(prefixes: tuple[str, ...]) -> tuple[ExpertSource, ...]:
-    """The layouts that checkpoints of the published naming store a layer's experts in, under each prefix: one tensor
-    per expert and projection; gate and up fused per expert; packed over experts, fused or not. All output first."""
-    found: list[ExpertSource] = []
-    for prefix in prefixes:
-        one = prefix + "{expert}."
-        found += [
-            ExpertSource(one + "down_proj.weight", one + "gate_proj.weight", one + "up_proj.weight"),
-            ExpertSource(one + "down_proj.weight", gate_up=one + "gate_up_proj.weight"),
-            ExpertSource(prefix + "down_proj", gate_up=prefix + "gate_up_proj"),
-            ExpertSource(prefix + "down_proj", prefix + "gate_proj", prefix + "up_proj"),
-        ]
-    return tuple(found)
 
 
 def build(config: Qwen3MoeConfig, weights: Weights) -> Qwen3Moe:
