@@ -179,13 +179,14 @@ def test_cut_at_every_position(name: str) -> None:
         assert run([text[:cut], text[cut:]], **options) == expected, cut
 
 
+TAGS = "<think> </think> <tool_call> </tool_call> <function=f> </function> <parameter=a> </parameter>"
+PARTS = [*TAGS.split(), "\n", " ", "x", "<", "</", "{", '{"name": "f"}', '"', "}"]
+
+
 @settings(max_examples=300)
 @given(
     st.lists(
-        st.sampled_from(
-            ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>"]
-            + ["</parameter>", "\n", " ", "x", "<", "</", "{", '{"name": "f"}', '"', "}"]
-        ),
+        st.sampled_from(PARTS),
         max_size=14,
     ),
     st.sampled_from(["tagged", "json"]),

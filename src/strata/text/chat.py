@@ -138,9 +138,9 @@ class ChatTemplate:
 
     def _open_last(self, plain: list[dict[str, Any]], end: str) -> str:
         last = plain[-1]
-        if last["role"] != "assistant" or not isinstance(last["content"], str) or last.get("tool_calls"):
+        if last["role"] != "assistant" or not isinstance(last.get("content"), str) or last.get("tool_calls"):
             raise RequestError("only an assistant's text can be continued", "let the last message be one")
-        content = last["content"]
+        content: str = last["content"]
         last["content"] = content + end
         return content
 
@@ -150,7 +150,7 @@ class ChatTemplate:
         marked: dict[str, Any] = {
             key: value if key == "role" else self._marked(value, mark) for key, value in message.items()
         }
-        if message["role"] == "assistant" and isinstance(message["content"], str):
+        if message["role"] == "assistant" and isinstance(message.get("content"), str):
             marked["content"] = self._control.mark(message["content"], mark, only=self._control.special)
         return marked
 

@@ -47,19 +47,17 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise RequestError(f"{where}: role {role!r} is not known", f"allowed: {', '.join(ROLES)}")
-    plain: dict[str, Any] = _json_copy(
-        {key: value for key, value in message.items() if key not in ("content", "tool_calls", *_REASONING_NAMES)}, where
-    )
-    plain["content"] = _content(message.get("content"), where)
-    reasoning = next((message[name] for name in _REASONING_NAMES if message.get(name) is not None), None)
-    if reasoning is not None:
-        plain["reasoning_content"] = _content(reasoning, f"{where}.reasoning_content")
-    calls = message.get("tool_calls")
-    if calls:
-        if not isinstance(calls, Sequence) or isinstance(calls, str):
-            raise RequestError(f"{where}.tool_calls: not a list", "send a list of tool calls")
-        plain["tool_calls"] = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
-    elif plain["content"] is None and role != "assistant":
+    plain: dict[str, Any] = {}
+    for key, value in message.items():
+        if key == "content":
+            plain[key] = _content(value, where)
+        elif key in _REASONING_NAMES:
+            plain["reasoning_content"] = plain.get("reasoning_content") or _content(value, f"{where}.{key}")
+        elif key == "tool_calls":
+            plain[key] = _calls(value, f"{where}.{key}")
+        else:
+            plain[key] = _json_copy(value, f"{where}.{key}")
+    if plain.get("content") is None and role != "assistant":
         raise RequestError(f"{where}: no content", "send a string or a list of text parts")
     return plain
 
@@ -82,6 +80,14 @@ def _part(part: Any, where: str) -> str:
     return text
 
 
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if calls is None:
+        return []
+    if not isinstance(calls, list | tuple):
+        raise RequestError(f"{where}: not a list", "send a list of tool calls")
+    return [_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -98,7 +104,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise RequestError(f"{where}: arguments are not an object", "send the JSON of an object")
     plain["function"]["arguments"] = arguments
-    return {"type": "function", **plain}
+    plain.setdefault("type", "function")
+    return plain
 
 
 def _json_copy(value: Any, where: str) -> Any:
