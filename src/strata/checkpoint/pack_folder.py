@@ -107,12 +107,10 @@ class WholeFolder:
 
     def _take_lock(self) -> None:
         self._lock = (self.path / _LOCK_FILE).open("wb")
-        try:
-            import fcntl
-        except ImportError:  # no advisory locks there: two writers at once are the user's to avoid
+        if not hasattr(os, "lockf"):  # no advisory locks there: two writers at once are the user's to avoid
             return
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.lockf(self._lock.fileno(), os.F_TLOCK, 0)
         except OSError as error:
             self._lock.close()
             self._lock = None
