@@ -33,8 +33,8 @@ class _Family(Protocol):
 
 
 class RandomSource:
-    """A ``WeightSource`` of random weights. Optional groups named in ``without`` are left out; ``integers`` gives the
-    integer weights by canonical name, which cannot be random."""
+    """A ``WeightSource`` of random weights. Optional groups named in ``without`` are left out, and those with integers
+    that ``integers`` (by canonical name) does not give: hashes cannot be random."""
 
     def __init__(
         self,
@@ -48,19 +48,19 @@ class RandomSource:
     ) -> None:
         self.name = f"random-{seed}"
         self.config = dict(config)
+        self._integers = dict(integers or {})
+        lacking = [entry for entry in weight_map.dense if entry.kind == "integers" and entry.name not in self._integers]
+        needed = [entry.name for entry in lacking if entry.group is None]
+        if needed:
+            raise CheckpointError(f"a random model needs the values of {', '.join(needed)}")
+        without = without | {entry.group for entry in lacking if entry.group is not None}
         self.absent_groups = without
         self.tokenizer_files = tokenizer_files
         self.entries = tuple(entry for entry in weight_map.dense if entry.group not in without)
         self.expert_entries = tuple(entry for entry in weight_map.experts if entry.group not in without)
-        self._integers = dict(integers or {})
         self._seed = seed
         self._by_name = {entry.name: entry for entry in self.entries}
         self._by_layer = {entry.layer: entry for entry in self.expert_entries}
-        missing = [
-            entry.name for entry in self.entries if entry.kind == "integers" and entry.name not in self._integers
-        ]
-        if missing:
-            raise CheckpointError(f"a random model needs the values of {', '.join(missing)}")
 
     def parts(self, name: str) -> list[tuple[str, int]]:
         """The first alternative of the map; its parts share the rows evenly."""
