@@ -73,9 +73,9 @@ class Licence:
 def expression_of(distribution: importlib.metadata.Distribution) -> str:
     """The licence of a package in SPDX words, or 'unknown'."""
     metadata = distribution.metadata
-    if metadata.get("License-Expression"):
-        return str(metadata["License-Expression"])
-    old = (metadata.get("License") or "").strip()
+    if "License-Expression" in metadata:
+        return metadata["License-Expression"]
+    old = metadata["License"].strip() if "License" in metadata else ""
     classifiers = [
         line.rpartition(" :: ")[2] for line in metadata.get_all("Classifier") or () if line.startswith("License :: OSI")
     ]
