@@ -46,6 +46,7 @@ def run_suite(root: Path, folder: Path, *words: str, require: str = "") -> tuple
     return result.returncode, result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_unexplained_skips_fail(root: Path, tmp_path: Path, workers: str) -> None:
     status, out = run_suite(root, tmp_path, "-n", workers)

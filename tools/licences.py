@@ -81,7 +81,7 @@ def expression_of(distribution: importlib.metadata.Distribution) -> str:
     ]
     for word in (old, *classifiers):
         if word in KNOWN or re.fullmatch(r"[\w.-]+( (AND|OR|WITH) [\w.-]+)+", word):
-            return word
+            return str(word)
         if word.lower() in OLD_WORDS:
             return OLD_WORDS[word.lower()]
     return "unknown"
