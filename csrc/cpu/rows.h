@@ -58,6 +58,47 @@ struct AttentionState {
   float* values;
 };
 
+// A depthwise causal convolution over T rows of C channels; `tail` holds the (taps - 1) * dilation rows before them.
+struct ConvCall {
+  const float* x;
+  const float* tail;
+  const float* weight;  // C x taps
+  int64_t rows, channels, taps, dilation;
+};
+
+constexpr int64_t kMostTaps = 8;
+
+// Rows of the delta rule. `decay` is e^g.
+struct DeltaRowsView {
+  const float* k;
+  const float* v;
+  const float* beta;
+  const float* decay;
+  int64_t rows;
+};
+
+struct DeltaCall {
+  DeltaRowsView pending, now;
+  const float* q;
+  float* state;  // N x D x V
+  float* o;
+  int64_t key_heads, value_heads, key_width, value_width;
+  int write;
+};
+
+struct NgramCall {
+  const float* key;
+  const float* value;
+  const float* x;
+  const float* norm_key;
+  const float* norm_query;
+  const float* norm_conv;
+  float eps;
+  int64_t rows, streams, columns;
+  float* gated;
+  float* normed;
+};
+
 struct RowsTable {
   const char* name;
   void (*linear)(const float* x, int64_t x_stride, int64_t rows, const WeightRows& weight, int64_t first, int64_t last,
@@ -79,6 +120,25 @@ struct RowsTable {
   void (*sigmoid_scale)(const float* gate, const float* x, int64_t rows, int64_t columns, float* y);
   void (*add)(const float* x, const float* y, int64_t count, float* z);
   void (*argmax)(const float* logits, int64_t rows, int64_t columns, int64_t* ids);
+  void (*stream_norm)(const float* x, const float* weight, float eps, int64_t rows, int64_t streams, int64_t columns,
+                      float* y);
+  void (*silu_divided)(const float* x, float divisor, int64_t count, float* y);
+  void (*twice_sigmoid)(const float* x, float divisor, int64_t count, float* y);
+  void (*stream_mean)(const float* mix, const float* n, int64_t rows, int64_t streams, int64_t columns, float* u);
+  void (*stream_add)(const float* x, const float* c, const float* y, int64_t rows, int64_t streams, int64_t columns,
+                     float* out);
+  void (*ngram_gate)(const NgramCall& call, int64_t first, int64_t last);
+  void (*causal_conv)(const ConvCall& call, int64_t first, int64_t last, float* y, int64_t y_stride);
+  void (*unit_length)(const float* x, float factor, int64_t count, int64_t width, float* y);
+  void (*delta_gates)(const float* b, const float* a, const float* log_decay, const float* dt_bias, int64_t rows,
+                      int64_t heads, float* beta, float* g);
+  int64_t (*delta_columns)();
+  void (*gated_delta)(const DeltaCall& call, int64_t head, int64_t column, float* room);
+  void (*gated_norm)(const float* o, const float* z, const float* weight, float eps, int smooth, int64_t count,
+                     int64_t width, float* y);
+  void (*block_mean)(const float* raw, int64_t blocks, int64_t members, int64_t width, float* y);
+  void (*block_scores)(const float* q, int64_t rows, int64_t heads, int64_t width, const float* keys, int64_t first,
+                       int64_t last, float* y, int64_t y_stride);
   void (*function)(int which, const float* x, int64_t count, float* y);
 };
 

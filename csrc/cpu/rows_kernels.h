@@ -8,9 +8,14 @@ constexpr int kParts = 16 / kWidth;  // Lanes that make the 16 lanes of a sum
 #include "rows_linear.h"
 #include "rows_pointwise.h"
 #include "rows_attention.h"
+#include "rows_streams.h"
+#include "rows_delta.h"
+#include "rows_index.h"
 
 static constexpr RowsTable make_table(const char* name) {
-  return RowsTable{name,           linear,   embedding, rms_norm,    rope,          attention_split,
-                   attention_fold, attention_finish, router, silu_mul, sigmoid_mul, sigmoid_scale,
-                   add_rows,       argmax,   function};
+  return RowsTable{name,           linear,           embedding,     rms_norm,     rope,          attention_split,
+                   attention_fold, attention_finish, router,        silu_mul,     sigmoid_mul,   sigmoid_scale,
+                   add_rows,       argmax,           stream_norm,   silu_divided, twice_sigmoid, stream_mean,
+                   stream_add,     ngram_gate,       causal_conv,   unit_length,  delta_gates,   delta_columns,
+                   gated_delta,    gated_norm,       block_mean,    block_scores, function};
 }
