@@ -40,7 +40,7 @@ class HostFaults:
     copy after ``copy_delay_s``; ``last_moment``: only when somebody must wait for it, the latest a device may be.
     """
 
-    refuse_one_allocation: bool = False  # path 1 is refused
+    refuse_one_allocation: bool = False  # the first page-locked allocation (path 1 of the copy) is refused
     refuse_after_bytes: int | None = None  # page-locking beyond this many bytes is refused
     refuse_at_slice: int | None = None  # the registration with this number (from 0) is refused, and all later ones
     poison_after_refusal: bool = False  # a registration tried after a refused one breaks the device for good
@@ -262,6 +262,7 @@ class HostBackend:
         self._num_registrations = 0
         self._num_refusals = 0
         self._refused_slice = False
+        self._refused_allocation = False
         self._poisoned = False
         self._num_copies = 0
         self._copied_bytes = 0
@@ -287,7 +288,8 @@ class HostBackend:
 
     def allocate_pinned(self, nbytes: int) -> tuple[HostBuffer, HostRegistration]:
         self._check_poison()
-        if self.faults.refuse_one_allocation:
+        if self.faults.refuse_one_allocation and not self._refused_allocation:
+            self._refused_allocation = True
             self._num_refusals += 1
             raise PinRefused(nbytes, "one allocation of this size is not granted")
         self._check_pin_room(nbytes)

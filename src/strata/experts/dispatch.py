@@ -1,0 +1,220 @@
+"""Computes a layer's picked experts wherever they lie: the one ``ExpertExecutor`` of rounds and prompt chunks.
+
+Lives in ``experts`` because it is where residency meets arithmetic. Each expert is computed by the same kernel on the
+same bytes whatever tier they come from, and results are summed in router order, so placement never changes a token.
+It must not know a model, and decides nothing about who is where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from strata.experts.injection import FaultInjection
+from strata.experts.mover import Move, Mover
+from strata.experts.policy import split_pinned
+from strata.experts.ring import PromptRing
+from strata.experts.store import ExpertStore, Found
+from strata.experts.tiers import Tier
+from strata.kernels.cpu.experts import ExpertTasks, group_picks
+
+__all__ = ["WINDOW_ROWS", "DispatchCounters", "Dispatcher", "ExpertKernel"]
+
+WINDOW_ROWS = 64  # up to so many rows are a decode window: experts are computed where they lie
+# From so many rows on nearly every expert of a layer is picked, so the next layer's are streamed before its router.
+LOOK_AHEAD_ROWS = 512
+
+
+class ExpertKernel(Protocol):
+    """The exact arithmetic of routed experts: the same bits for the same bytes (``kernels.cpu.experts``)."""
+
+    def compute(
+        self, tasks: ExpertTasks, x_TH: torch.Tensor, out: torch.Tensor, flags: NDArray[np.uint8] | None = None
+    ) -> NDArray[np.uint8]: ...
+
+    def combine(
+        self, parts_TKH: torch.Tensor, weights_TK: torch.Tensor, flags: NDArray[np.uint8] | None = None
+    ) -> torch.Tensor: ...
+
+
+@dataclass
+class DispatchCounters:
+    """Picked experts by the tier that served them (a pick of several rows counts once), and what happened else."""
+
+    by_tier: NDArray[np.int64]
+    num_calls: int = 0
+    num_alias: int = 0
+    num_stale: int = 0
+
+
+class Dispatcher:
+    """See the module's page. One thread calls it. ``open_ring`` and ``close_ring`` belong to the system."""
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        mover: Mover,
+        kernel: ExpertKernel,
+        scales: NDArray[np.float32],
+        *,
+        open_ring: Callable[[int], PromptRing | None],
+        close_ring: Callable[[], None],
+        pcie_fraction: float = 0.0,
+        injection: FaultInjection | None = None,
+    ) -> None:
+        self.counters = DispatchCounters(np.zeros(len(Tier), np.int64))
+        self.picks: NDArray[np.int64] = np.zeros((store.num_layers, store.num_experts), np.int64)  # since taken
+        self._store, self._mover, self._kernel, self._scales = store, mover, kernel, scales
+        self._open_ring, self._close_ring = open_ring, close_ring
+        self._pcie_fraction = pcie_fraction
+        self._injection = injection
+        self._flags = np.zeros(0, np.uint8)
+
+    def __call__(self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """y_TH of one layer, as ``ExpertExecutor`` says. Raises the named error of a read or copy that failed."""
+        num_rows, top_k = ids_TK.shape
+        ring = self._ring_for(num_rows, top_k)
+        tasks = group_picks(ids_TK.numpy())
+        experts = tasks.experts.astype(np.int64) + layer * self._store.num_experts
+        found = self._store.find(experts)
+        self._count(layer, tasks, found)
+        tasks.tasks["blob"] = found.address
+        tasks.tasks["scales"] = self._scales[layer, tasks.experts]
+        work = _Work(
+            self._kernel, tasks, x_TH, torch.empty(num_rows * top_k, x_TH.shape[1]), self._start_flags(num_rows)
+        )
+        if ring is not None:
+            self._stream(layer, ring, experts, found, work, look_ahead=num_rows >= LOOK_AHEAD_ROWS)
+        elif (found.tier == Tier.FILE).any():
+            self._read(experts, found, work)
+        else:
+            work.compute_all()
+        return self._kernel.combine(work.parts, weights_TK, work.flags)
+
+    def take_flags(self) -> NDArray[np.uint8]:
+        """One byte a row of the calls since the last take: 1 where a number was not finite in any layer."""
+        flags, self._flags = self._flags, np.zeros(0, np.uint8)
+        return flags
+
+    def take_picks(self) -> NDArray[np.int64]:
+        """[layers, experts] rows that picked each expert since the last take."""
+        picks, self.picks = self.picks, np.zeros_like(self.picks)
+        return picks
+
+    def _ring_for(self, num_rows: int, top_k: int) -> PromptRing | None:
+        if num_rows > WINDOW_ROWS:
+            return self._open_ring(num_rows * top_k)
+        self._close_ring()
+        return None
+
+    def _stream(
+        self, layer: int, ring: PromptRing, experts: NDArray[np.int64], found: Found, work: _Work, *, look_ahead: bool
+    ) -> None:
+        """A prompt: VRAM experts are computed in place while the others arrive in the ring."""
+        outside = np.flatnonzero(found.tier != Tier.VRAM)
+        missing = experts[outside]
+        ring.want(missing.tolist())
+        work.compute(np.flatnonzero(found.tier == Tier.VRAM))
+        task_of = dict(zip(missing.tolist(), outside.tolist(), strict=True))
+        prefetch = (lambda: ring.want(self._list_outside(layer + 1))) if look_ahead else None
+        for batch in ring.take(missing.tolist(), prefetch):
+            self._compute_moved(batch, task_of, found, work)
+
+    def _read(self, experts: NDArray[np.int64], found: Found, work: _Work) -> None:
+        """Some picks are in the file alone: they are read ahead into staging buffers while the others are computed."""
+        in_file = np.flatnonzero(found.tier == Tier.FILE)
+        waiting = experts[in_file].tolist()
+        task_of = dict(zip(waiting, in_file.tolist(), strict=True))
+        reading = self._fetch(waiting)
+        work.compute(np.flatnonzero(found.tier != Tier.FILE))
+        while reading or waiting:
+            if not reading:
+                self._mover.pump(block=True)  # swaps hold every buffer
+            batch = self._collect(reading)
+            self._compute_moved(batch, task_of, found, work)
+            for move in batch:
+                self._mover.release(move)
+            reading += self._fetch(waiting)
+
+    def _collect(self, reading: list[Move]) -> list[Move]:
+        """Takes what has arrived from the head of ``reading``, at most half the buffers; waits for the first."""
+        batch: list[Move] = []
+        while reading and len(batch) < max(1, self._mover.buffers.num_buffers // 2):
+            if not batch:
+                self._mover.wait(reading[0])
+            elif not self._mover.is_done(reading[0]):
+                break
+            batch.append(reading.pop(0))
+        return batch
+
+    def _fetch(self, waiting: list[int]) -> list[Move]:
+        """Starts reading from the head of ``waiting`` into what buffers are free."""
+        moves = []
+        while waiting and (move := self._mover.fetch(waiting[0])) is not None:
+            moves.append(move)
+            del waiting[0]
+        return moves
+
+    def _compute_moved(self, batch: list[Move], task_of: dict[int, int], found: Found, work: _Work) -> None:
+        if not batch:
+            return
+        chosen = np.array([task_of[move.expert] for move in batch], np.int64)
+        work.tasks.tasks["blob"][chosen] = [move.address for move in batch]
+        if self._injection is not None:
+            for task, move in zip(chosen.tolist(), batch, strict=True):
+                if found.tier[task] == Tier.FILE:
+                    self._injection.before_compute(Tier.FILE, move.address)
+        work.compute(chosen)
+
+    def _list_outside(self, layer: int) -> list[int]:
+        """Every expert of a layer that VRAM does not hold, in order; empty after the last layer."""
+        if layer >= self._store.num_layers:
+            return []
+        first = layer * self._store.num_experts
+        inside = self._store.slots.slot_of[first : first + self._store.num_experts] >= 0
+        numbers: list[int] = (np.flatnonzero(~inside) + first).tolist()
+        return numbers
+
+    def _count(self, layer: int, tasks: ExpertTasks, found: Found) -> None:
+        by_tier = np.bincount(found.tier, minlength=len(Tier))
+        self.counters.by_tier += by_tier
+        self.counters.num_calls += 1
+        self.counters.num_stale += found.num_stale
+        others = int(by_tier[Tier.PAGEABLE] + by_tier[Tier.MAPPED] + by_tier[Tier.FILE])
+        self.counters.num_alias += split_pinned(int(by_tier[Tier.PINNED]), others, self._pcie_fraction)
+        self.picks[layer, tasks.experts] += tasks.tasks["count"]
+        if self._injection is not None:
+            for tier, address in zip(found.tier.tolist(), found.address.tolist(), strict=True):
+                if address:
+                    self._injection.before_compute(Tier(tier), address)
+
+    def _start_flags(self, num_rows: int) -> NDArray[np.uint8]:
+        if len(self._flags) != num_rows:
+            self._flags = np.zeros(num_rows, np.uint8)
+        return self._flags
+
+
+@dataclass
+class _Work:
+    """One layer's tasks, input rows and results. ``parts`` has a row for each (row, k)."""
+
+    kernel: ExpertKernel
+    tasks: ExpertTasks
+    x_TH: torch.Tensor
+    parts: torch.Tensor
+    flags: NDArray[np.uint8]
+
+    def compute_all(self) -> None:
+        self.kernel.compute(self.tasks, self.x_TH, self.parts, self.flags)
+
+    def compute(self, chosen: NDArray[np.int64]) -> None:
+        """Computes the tasks of these numbers; the picks of a task are a range of the shared arrays."""
+        if len(chosen):
+            tasks = self.tasks
+            part = ExpertTasks(tasks.experts[chosen], tasks.tasks[chosen], tasks.rows, tasks.slots)
+            self.kernel.compute(part, self.x_TH, self.parts, self.flags)

@@ -1,0 +1,50 @@
+"""Faults that ``strata verify --self-test`` and the tests put into a running expert system, on purpose.
+
+Lives in ``experts`` because the faults are about tiers, swaps and staging buffers. An object is handed to
+``ExpertSystem.open``; without one nothing of this runs. It must not be reachable from a user's configuration.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+
+from strata.experts.tiers import Tier
+
+__all__ = ["FaultInjection"]
+
+# Bit 6 of a blob's first byte: a magnitude bit of the first weights in each of the formats.
+FLIPPED_BIT = 0x40
+
+
+@dataclass
+class FaultInjection:
+    """What goes wrong, once each. ``happened`` lists what did; a fault that never happened proves nothing."""
+
+    flip_bit_in: Tier | None = None  # of the first expert that is computed from this tier
+    drop_swap_copy: bool = False  # the first promoted expert's bytes never reach the spare slot
+    reuse_buffer_early: bool = False  # a staging buffer is taken again before its last copy is complete
+    happened: list[str] = field(default_factory=list)
+
+    def before_compute(self, tier: Tier, address: int) -> None:
+        """Called with an expert that is about to be computed from ``address``."""
+        if self.flip_bit_in is tier:
+            self.flip_bit_in = None
+            byte = ctypes.c_uint8.from_address(address)
+            byte.value ^= FLIPPED_BIT
+            self.happened.append(f"one bit of an expert in {tier.name} was flipped")
+
+    def drops_this_swap(self) -> bool:
+        if self.drop_swap_copy:
+            self.drop_swap_copy = False
+            self.happened.append("the copy of a swap was dropped")
+            return True
+        return False
+
+    def reuses_this_buffer(self) -> bool:
+        """Called when every staging buffer still waits for its copy."""
+        if self.reuse_buffer_early:
+            self.reuse_buffer_early = False
+            self.happened.append("a staging buffer was reused before its copy was complete")
+            return True
+        return False

@@ -1,0 +1,72 @@
+"""Which experts deserve which place: pure functions over counts, tested and simulated without memory or torch.
+
+Lives in ``experts`` because it ranks experts. ``heat`` is a [layers, experts] table of how often each expert is picked
+(a profile, or decayed counts of the running conversation). Ties are defined, so that equal inputs give equal
+placements on every machine. It must not copy or own anything.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["DECAY", "Swap", "choose_swaps", "decay_counts", "rank_experts", "split_pinned"]
+
+Heat = NDArray[np.float64]
+
+DECAY = 0.9  # weight of the past at each adaptation: half of it is forgotten after seven
+# A newcomer must be picked this much more often than the one it replaces, or two equals would swap for ever.
+HYSTERESIS_RATIO = 1.25
+HYSTERESIS_PICKS = 1.0
+
+
+class Swap(NamedTuple):
+    """Promote one expert into VRAM in place of another of the same layer; flat numbers."""
+
+    promoted: int
+    victim: int
+
+
+def rank_experts(heat: Heat) -> NDArray[np.int64]:
+    """Flat numbers, hottest first. Ties: lower expert number, then lower layer: equal heat fills layers evenly."""
+    layer, expert = np.divmod(np.arange(heat.size), heat.shape[1])
+    return np.lexsort((layer, expert, -heat.ravel())).astype(np.int64)
+
+
+def decay_counts(counts: Heat, fresh: NDArray[np.int64]) -> Heat:
+    """Counts after an adaptation: the past decays, the picks since then are added."""
+    return counts * DECAY + fresh
+
+
+def choose_swaps(heat: Heat, in_vram: NDArray[np.bool_], max_swaps: int) -> list[Swap]:
+    """The most useful exchanges, best first: in each layer the hottest outside VRAM against the coldest inside.
+
+    Every expert occurs once at most, and the number of slots of a layer never changes.
+    """
+    if max_swaps <= 0:
+        return []
+    found: list[tuple[float, int, Swap]] = []
+    num_experts = heat.shape[1]
+    inside = np.where(in_vram, heat, np.inf)
+    outside = np.where(in_vram, -np.inf, heat)
+    for layer in range(heat.shape[0]):
+        depth = min(max_swaps, int(in_vram[layer].sum()), int((~in_vram[layer]).sum()))
+        coldest = np.argsort(inside[layer], kind="stable")[:depth]
+        hottest = np.argsort(-outside[layer], kind="stable")[:depth]
+        for cold, hot in zip(coldest.tolist(), hottest.tolist(), strict=True):
+            gain = float(outside[layer, hot] - inside[layer, cold])
+            if outside[layer, hot] < inside[layer, cold] * HYSTERESIS_RATIO or gain < HYSTERESIS_PICKS:
+                break
+            found.append((-gain, layer, Swap(layer * num_experts + hot, layer * num_experts + cold)))
+    return [swap for _, _, swap in sorted(found)[:max_swaps]]
+
+
+def split_pinned(num_pinned: int, num_cpu: int, fraction: float) -> int:
+    """How many of a round's ``num_pinned`` page-locked misses the device reads over the link itself.
+
+    A pure function of the lists: ``fraction`` of all misses (``num_cpu`` others must be computed by the CPU), rounded
+    half up, at most all the page-locked ones.
+    """
+    return min(num_pinned, int((num_pinned + num_cpu) * fraction + 0.5))

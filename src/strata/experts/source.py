@@ -1,0 +1,116 @@
+"""The experts as they lie in the model's files: opened once, read in pieces by the stager, mapped where asked.
+
+Lives in ``experts`` because the file is a tier. What it needs of a pack is the protocol ``ExpertFile``; how a pack
+is laid out it must not know.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata.errors import CheckpointError
+from strata.kernels.cpu.stager import ReadFailure, Stager
+from strata.memory.system import system
+
+__all__ = ["BlobPlace", "ExpertFile", "ExpertSource"]
+
+
+@dataclass(frozen=True)
+class BlobPlace:
+    """Bytes of one expert in a file. ``checksum`` is the 64-bit one of ``kernels.cpu.checksum``, or None."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    checksum: int | None
+
+
+class ExpertFile(Protocol):
+    """What a pack tells of its routed experts. ``scales`` is FP32 [layers, experts, 3] (gate, up, down)."""
+
+    num_layers: int
+    num_experts: int
+    blob_bytes: int
+    scales: NDArray[np.float32]
+
+    def place(self, layer: int, expert: int) -> BlobPlace: ...
+
+
+class ExpertSource:
+    """Reads blobs of an ``ExpertFile``. ``verify`` compares every read with its checksum (12 GB/s a thread)."""
+
+    def __init__(self, file: ExpertFile, *, verify: bool = True) -> None:
+        self.file = file
+        self.num_layers, self.num_experts, self.blob_bytes = file.num_layers, file.num_experts, file.blob_bytes
+        self.scales = np.ascontiguousarray(file.scales, np.float32)
+        assert self.scales.shape == (self.num_layers, self.num_experts, 3), "one triple of scales an expert"
+        self._verify = verify
+        self._descriptors: dict[Path, int] = {}
+        self._maps: dict[Path, system.FileMap] = {}
+
+    def submit(self, stager: Stager, layer: int, expert: int, address: int) -> int:
+        """Starts reading a blob to ``address``, which the caller keeps valid; the stager's ticket."""
+        place = self._place(layer, expert)
+        expected = place.checksum if self._verify else None
+        return stager.read(self._open(place.path), place.offset, address, place.nbytes, expected)
+
+    def explain(self, layer: int, expert: int, failure: ReadFailure) -> CheckpointError:
+        """The named error of a read that failed."""
+        place = self.file.place(layer, expert)
+        what = f"expert {expert} of layer {layer} in {place.path.name} at byte {place.offset:,}"
+        if failure.reason == "truncated":
+            return CheckpointError(f"{what}: the file ends before its {place.nbytes:,} bytes", "fetch or pack it again")
+        if failure.reason == "damaged":
+            return CheckpointError(f"{what}: the bytes do not have their checksum", "fetch or pack it again")
+        return CheckpointError(f"{what} cannot be read: {failure.reason}", "check the drive and the file's permissions")
+
+    def map_addresses(self) -> NDArray[np.uint64]:
+        """[layers, experts] addresses in the mapped files, valid until ``close``."""
+        addresses = np.zeros((self.num_layers, self.num_experts), np.uint64)
+        for layer in range(self.num_layers):
+            for expert in range(self.num_experts):
+                place = self._place(layer, expert)
+                mapped = self._map(place.path)
+                if place.offset + place.nbytes > mapped.nbytes:
+                    raise self.explain(layer, expert, ReadFailure("truncated"))
+                addresses[layer, expert] = mapped.address + place.offset
+        return addresses
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+        for mapped in self._maps.values():
+            mapped.free()
+        self._maps.clear()
+
+    def _place(self, layer: int, expert: int) -> BlobPlace:
+        place = self.file.place(layer, expert)
+        assert place.nbytes == self.blob_bytes, "all blobs of a pack have one size"
+        return place
+
+    def _open(self, path: Path) -> int:
+        descriptor = self._descriptors.get(path)
+        if descriptor is None:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            except OSError as error:
+                raise CheckpointError(f"{path.name} cannot be opened: {error.strerror}", "restore the file") from error
+            self._descriptors[path] = descriptor
+        return descriptor
+
+    def _map(self, path: Path) -> system.FileMap:
+        mapped = self._maps.get(path)
+        if mapped is None:
+            try:
+                mapped = system.map_file(path)
+            except OSError as error:
+                raise CheckpointError(f"{path.name} cannot be mapped: {error.strerror}", "restore the file") from error
+            self._maps[path] = mapped
+        return mapped

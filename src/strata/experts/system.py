@@ -1,0 +1,351 @@
+"""The experts of one model as the engine sees them: opened from a plan, then computed, adapted and closed.
+
+Lives in ``experts`` because it assembles the room's parts and owns their memory. It takes exactly what the plan says
+and must not plan, know a model, or decide when a round begins.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata.errors import StrataError
+from strata.experts.dispatch import Dispatcher, ExpertKernel
+from strata.experts.injection import FaultInjection
+from strata.experts.lender import SlotLender
+from strata.experts.loader import fill_ram, fill_slots
+from strata.experts.mover import Mover, StagingBuffers
+from strata.experts.policy import choose_swaps, decay_counts, rank_experts
+from strata.experts.ring import PromptRing
+from strata.experts.slots import SlotCache
+from strata.experts.source import ExpertFile, ExpertSource
+from strata.experts.statistics import ExpertStatistics
+from strata.experts.store import ExpertStore
+from strata.experts.swaps import SwapEngine
+from strata.experts.tiers import Tier
+from strata.kernels.backend import Backend, DeviceStream, PinRefused
+from strata.kernels.cpu.stager import Stager
+from strata.memory.page_lock import LockedMemory, take_memory
+from strata.memory.planner import ResolvedPlan, format_bytes
+from strata.memory.stager_sizing import StagerSizing, size_stager
+from strata.memory.system import system
+
+__all__ = ["ExpertSystem"]
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]
+
+
+class ExpertSystem:
+    """Use ``open``. One thread calls ``dispatcher``, ``end_round`` and ``end_prompt``; ``statistics`` any thread.
+
+    Between ``begin_round`` and ``end_round`` nothing is swapped; a caller that never has two rounds at once may leave
+    ``begin_round`` out.
+    """
+
+    def __init__(
+        self,
+        plan: ResolvedPlan,
+        store: ExpertStore,
+        source: ExpertSource,
+        stager: Stager,
+        stream: DeviceStream,
+        mover: Mover,
+        kernel: ExpertKernel,
+        owned: ExitStack,
+        *,
+        heat: NDArray[np.float64],
+        pcie_fraction: float,
+        injection: FaultInjection | None,
+    ) -> None:
+        self.plan = plan
+        self.store = store
+        self._source, self._stager, self._stream, self._mover = source, stager, stream, mover
+        self._owned = owned
+        self._heat = heat
+        first_spare = plan.num_slots
+        self._spares = list(range(first_spare, first_spare + plan.num_spares))
+        self._swaps = SwapEngine(store, mover, self._spares, injection)
+        self._lender = SlotLender(store, mover)
+        self._ring: PromptRing | None = None
+        self._ring_loads = self._ring_unused = 0
+        self._rounds: dict[int, int] = {}  # round number -> the table version it reads
+        self._num_rounds = 0
+        self._loaded_bytes = 0
+        self.dispatcher = Dispatcher(
+            store,
+            mover,
+            kernel,
+            source.scales,
+            open_ring=self._open_ring,
+            close_ring=self.end_prompt,
+            pcie_fraction=pcie_fraction,
+            injection=injection,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        plan: ResolvedPlan,
+        file: ExpertFile,
+        kernel: ExpertKernel,
+        backend: Backend,
+        *,
+        heat: NDArray[np.float64] | None = None,
+        verify: bool = True,
+        pcie_fraction: float = 0.0,
+        injection: FaultInjection | None = None,
+        progress: Progress | None = None,
+    ) -> ExpertSystem:
+        """Takes the planned memory and fills it. ``heat`` [layers, experts] ranks experts (a profile); None: all equal.
+
+        ``progress`` gets (bytes done, bytes in all). Raises the named error of what could not be read; nothing stays
+        taken then, nor when it is interrupted.
+        """
+        if heat is None:
+            heat = np.zeros((file.num_layers, file.num_experts))
+        with ExitStack() as owned:
+            source = ExpertSource(file, verify=verify)
+            owned.callback(source.close)
+            placement = _Placement(plan, heat)
+            slots = _take_slots(plan, file, backend, owned)
+            memory = _take_ram(plan, file, backend, placement, owned)
+            mapped = source.map_addresses() if plan.mode == "mapped" else None
+            store = ExpertStore(file.num_layers, file.num_experts, slots, memory, mapped)
+            sizing = _size(plan, memory, placement)
+            buffers = _take_buffers(plan, sizing, backend, owned, injection)
+            stager = Stager(sizing.num_threads)
+            owned.callback(stager.close)
+            stream = backend.stream()
+            owned.callback(_synchronize_quietly, stream)
+            mover = Mover(store, source, stager, stream, buffers)
+            owned.callback(mover.drain)
+            opened = cls(
+                plan,
+                store,
+                source,
+                stager,
+                stream,
+                mover,
+                kernel,
+                owned.pop_all(),
+                heat=heat.astype(np.float64),
+                pcie_fraction=pcie_fraction,
+                injection=injection,
+            )
+        try:
+            opened._fill(placement, progress)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    def begin_round(self) -> int:
+        """Marks a round as running; its number, for ``end_round``."""
+        self._num_rounds += 1
+        self._rounds[self._num_rounds] = self.store.version
+        return self._num_rounds
+
+    def end_round(self, number: int | None = None) -> None:
+        """A round is over: swaps make progress, and every ``adapt_every`` rounds new ones begin."""
+        if number is None:
+            self._num_rounds += 1
+        else:
+            self._rounds.pop(number)
+        if not self.plan.num_spares:
+            return
+        if self._swaps.num_running:
+            self._swaps.advance(min(self._rounds.values(), default=self.store.version))
+        every = self.plan.request.adapt_every
+        if every and self._num_rounds % every == 0 and self._ring is None:
+            self._adapt()
+
+    def end_prompt(self) -> None:
+        """Gives borrowed slots back to the cache and fills them. The first decode window after a prompt does it too."""
+        if self._ring is None:
+            return
+        self._ring.settle()
+        self._ring_loads += self._ring.num_loads
+        self._ring_unused += self._ring.num_unused
+        self._ring = None
+        if self._lender.lent:
+            self._lender.refill()
+
+    def statistics(self) -> ExpertStatistics:
+        dispatch, moved = self.dispatcher.counters, self._mover.counters
+        ring = self._ring
+        by_tier = dispatch.by_tier.tolist()
+        memory = self.store.memory
+        return ExpertStatistics(
+            num_calls=dispatch.num_calls,
+            hits=by_tier[Tier.VRAM],
+            misses_pinned=by_tier[Tier.PINNED],
+            misses_pageable=by_tier[Tier.PAGEABLE],
+            misses_mapped=by_tier[Tier.MAPPED],
+            misses_file=by_tier[Tier.FILE],
+            alias_picks=dispatch.num_alias,
+            stale_generations=dispatch.num_stale,
+            direct_bytes=moved.direct_bytes,
+            direct_runs=moved.direct_runs,
+            staged_bytes=moved.staged_bytes,
+            file_bytes=moved.file_bytes,
+            saved_bytes=moved.saved_bytes,
+            ring_loads=self._ring_loads + (ring.num_loads if ring else 0),
+            ring_unused=self._ring_unused + (ring.num_unused if ring else 0),
+            slots_lent=self._lender.num_lent,
+            slots_refilled=self._lender.num_refilled,
+            swaps=self._swaps.num_done,
+            swaps_copied_back=self._swaps.num_copied_back,
+            buffer_waits=self._mover.buffers.num_waits,
+            loaded_bytes=self._loaded_bytes,
+            experts_in_vram=int(np.count_nonzero(self.store.slots.slot_of >= 0)),
+            experts_in_ram=int(np.count_nonzero(self.store.place_of >= 0)),
+            experts_pinned=int(np.count_nonzero(memory.aliases)) if memory else 0,
+            version=self.store.version,
+        )
+
+    def close(self) -> None:
+        """Waits for what moves and frees everything, in the reverse order of taking it. May be called twice."""
+        self._owned.close()
+
+    def _fill(self, placement: _Placement, progress: Progress | None) -> None:
+        total = len(placement.ram) * self._source.blob_bytes + len(placement.vram) * self.plan.stride
+        done = 0
+
+        def report(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+
+        if placement.ram:
+            fill_ram(self.store, self._source, self._stager, placement.ram, report)
+        fill_slots(self.store, self._mover, placement.vram, report)
+        counters = self._mover.counters
+        self._loaded_bytes = len(placement.ram) * self._source.blob_bytes + counters.file_bytes
+        counters.direct_bytes = counters.direct_runs = counters.staged_bytes = counters.file_bytes = 0
+        self._mover.buffers.num_waits = 0
+
+    def _adapt(self) -> None:
+        self._heat = decay_counts(self._heat, self.dispatcher.take_picks())
+        room = min(self.plan.request.adapt_swaps, len(self._swaps.spares))
+        busy = self._swaps.busy()
+        for swap in choose_swaps(self._heat, self.store.in_vram(), room):
+            if not busy & set(swap):
+                self._swaps.start(swap)
+
+    def _open_ring(self, num_picks: int) -> PromptRing | None:
+        """The ring of the running prompt, borrowed now if there is none; None where a prompt streams nothing."""
+        if self._ring is not None or not self.plan.ring_slots:
+            return self._ring
+        self._swaps.finish()
+        slots = self.store.slots
+        if self.plan.ring_borrowed:
+            needed = min(self.plan.ring_slots, 2 * min(self.store.num_experts, num_picks))
+            addresses = self._lender.lend(needed, keep=set(self._swaps.spares))
+            logger.info("the prompt borrows %d slots (%s)", needed, format_bytes(needed * slots.stride))
+        else:
+            first = self.plan.num_slots + self.plan.num_spares
+            addresses = [slots.slot_address(slot) for slot in range(first, first + self.plan.ring_slots)]
+        self._ring = PromptRing(self._mover, addresses)
+        return self._ring
+
+
+class _Placement:
+    """Who goes where at the start: ``vram`` and ``ram`` are flat numbers in the order of slots and places."""
+
+    def __init__(self, plan: ResolvedPlan, heat: NDArray[np.float64]) -> None:
+        ranked = rank_experts(heat).tolist()
+        self.total = len(ranked)
+        self.vram: list[int] = ranked[: plan.num_slots]
+        complement = ranked[plan.num_slots :]
+        if plan.mode == "arena":
+            chosen = ranked
+        else:  # the hottest outside VRAM, then copies of the last slots, which are lent first
+            chosen = (complement + self.vram[::-1])[: plan.num_ram_experts]
+        assert len(chosen) == plan.num_ram_experts, "the plan counts the experts in RAM"
+        hottest_first = plan.request.pin.partial and plan.mode == "budget"
+        self.ram: list[int] = chosen if hottest_first else sorted(chosen)
+        self.num_outside = len(complement)
+
+
+def _take_slots(plan: ResolvedPlan, file: ExpertFile, backend: Backend, owned: ExitStack) -> SlotCache:
+    address = 0
+    if plan.num_device_slots:
+        buffer = backend.allocate(plan.num_device_slots * plan.stride)
+        owned.callback(buffer.free)
+        address = buffer.address
+    return SlotCache(address, plan.num_device_slots, plan.stride, file.num_layers * file.num_experts)
+
+
+def _take_ram(
+    plan: ResolvedPlan, file: ExpertFile, backend: Backend, placement: _Placement, owned: ExitStack
+) -> LockedMemory | None:
+    if not placement.ram:
+        return None
+    pin = plan.request.pin
+    needed = None
+    if pin.by_need:
+        needed = ~np.isin(np.array(placement.ram), np.array(placement.vram))
+    memory = take_memory(
+        backend,
+        len(placement.ram),
+        plan.stride,
+        pin,
+        limit=plan.pin_limit,
+        slice_bytes=file.num_experts * plan.stride,
+        needed=needed,
+        name="expert arena" if plan.mode == "arena" else "resident copy",
+    )
+    owned.callback(memory.close)
+    return memory
+
+
+def _size(plan: ResolvedPlan, memory: LockedMemory | None, placement: _Placement) -> StagerSizing:
+    """The stager's sizes for the share that was really page-locked; one log line."""
+    pinned = 0 if memory is None else int(np.count_nonzero(memory.aliases))
+    outside = max(1, len(placement.ram) if plan.mode == "arena" else placement.num_outside)
+    share = max(0.0, 1.0 - pinned / outside) if placement.num_outside else 0.0
+    sizing = size_stager(plan.request, plan.mode, unpinned_share=share)
+    if placement.num_outside:
+        logger.info(
+            "prompt stream: %.0f %% of the experts outside VRAM are not pinned, they come from %s: %d threads, "
+            "%d buffers (%.1f MiB), ring %d slots (%s)",
+            100 * share,
+            sizing.source,
+            sizing.num_threads,
+            sizing.num_buffers,
+            sizing.num_buffers * plan.stride / (1 << 20),
+            plan.ring_slots,
+            sizing.reason,
+        )
+    return sizing
+
+
+def _take_buffers(
+    plan: ResolvedPlan, sizing: StagerSizing, backend: Backend, owned: ExitStack, injection: FaultInjection | None
+) -> StagingBuffers:
+    """Page-locked buffers where the device grants them; ordinary ones otherwise, or with no device to copy to."""
+    if plan.num_slots == 0 and (plan.mode == "mapped" or plan.num_ram_experts == plan.shape.total_experts):
+        return StagingBuffers(0, 0, plan.stride, injection)  # everything is computed where it lies
+    nbytes = sizing.num_buffers * plan.stride
+    try:
+        buffer, registration = backend.allocate_pinned(nbytes)
+        owned.callback(buffer.free)
+        owned.callback(registration.unregister)
+        return StagingBuffers(buffer.address, sizing.num_buffers, plan.stride, injection)
+    except PinRefused as refusal:
+        logger.info("the staging buffers are not pinned: %s", refusal)
+    region = system.map_region(nbytes)
+    owned.callback(region.free)
+    return StagingBuffers(region.address, sizing.num_buffers, plan.stride, injection)
+
+
+def _synchronize_quietly(stream: DeviceStream) -> None:
+    """Nothing copies any more afterwards. What failed before was already reported to whoever waited for it."""
+    with suppress(StrataError):
+        stream.synchronize()
