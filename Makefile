@@ -6,14 +6,14 @@ WORKERS ?= 2
 export PROMPT
 export PYTHON
 
-.PHONY: help build run test lint format bench clean lock generate environment environment-dev native test-gpu test-cpu512 check
+.PHONY: help build run test lint format bench clean lock generate environment environment-dev environment-bench environment-all native test-gpu test-cpu512 check
 
 help:
 	@echo "make run          install, build, and run the demo   [PROMPT='def add(a, b):'] [ARGS='--threads 2']"
 	@echo "make test         install, build, and run all tests  [ARGS='-k config']"
 	@echo "make build        install, and compile the native library"
 	@echo "make lint         ruff and strict types"
-	@echo "make bench        all benchmarks that this machine can run; results in benchmarks/results"
+	@echo "make bench        all benchmarks; results in benchmarks/results  ARGS='--machine NAME'"
 	@echo "make test-gpu     the tests that need an NVIDIA card"
 	@echo "make test-cpu512  the tests that need AVX-512"
 	@echo "make generate     rewrite the generated pages (reference, licences) from their sources"
@@ -41,15 +41,15 @@ format: environment-dev
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: environment-dev native
+bench: environment-bench native
 	@$(PY) benchmarks/run_all.py $(ARGS)
 
-generate: environment-dev
+generate: environment-all
 	@$(PY) tools/reference.py
 	@$(PY) tools/licences.py
 	@$(PY) tools/decision_index.py
 
-lock: environment-dev
+lock: environment-all
 	@$(PY) tools/lock.py
 
 environment:
@@ -61,6 +61,14 @@ environment-dev:
 	  { python=$$(sh tools/check.sh) && "$$python" tools/environment.py --extra dev; }
 
 build: environment native
+
+environment-bench:
+	@$(PY) tools/environment.py --current --extra dev --extra bench 2>/dev/null || \
+	  { python=$$(sh tools/check.sh) && "$$python" tools/environment.py --extra dev --extra bench; }
+
+environment-all:
+	@$(PY) tools/environment.py --current --extra dev --extra bench --extra cuda 2>/dev/null || \
+	  { python=$$(sh tools/check.sh) && "$$python" tools/environment.py --extra dev --extra bench --extra cuda; }
 
 native:
 	@$(PY) tools/build_native.py

@@ -28,7 +28,7 @@ KEYED = ("pyproject.toml", "setup.py", "constraints.txt")
 
 # Downloads and disk in MB, measured with the pinned versions on Linux x86-64. A CUDA build of PyTorch brings NVIDIA's
 # libraries as packages of their own; they are most of it.
-SIZES_MB = {"cpu": (210, 850), "cuda": (3000, 7000), "base": (60, 280), "dev": (45, 260)}
+SIZES_MB = {"cpu": (210, 850), "cuda": (3000, 7000), "base": (60, 280), "dev": (45, 260), "bench": (35, 110)}
 
 
 def python_of(venv: Path) -> Path:
@@ -94,7 +94,11 @@ def torch_build() -> str:
 def announce(extras: set[str]) -> None:
     """Says what comes and how large, and stops before downloading what the disk cannot hold."""
     build = torch_build()
-    parts = [part for part in (build, "base", "dev" if "dev" in extras else "") if part in SIZES_MB]
+    parts = [
+        part
+        for part in (build, "base", "dev", "bench")
+        if part in SIZES_MB and (part in (build, "base") or part in extras)
+    ]
     download = sum(SIZES_MB[part][0] for part in parts)
     disk = sum(SIZES_MB[part][1] for part in parts)
     words = {"cpu": "PyTorch for the CPU (about 0.2 GB)", "cuda": "a CUDA build of PyTorch (several GB)"}

@@ -45,7 +45,7 @@ KNOWN = PERMISSIVE | {"MPL-2.0"}
 
 @dataclass(frozen=True)
 class Licence:
-    """One package as it is locked. ``install`` is the smallest install that brings it: base, cuda or dev."""
+    """One package as it is locked. ``install`` is the smallest install that brings it: base, cuda, dev or bench."""
 
     name: str
     version: str
@@ -87,11 +87,11 @@ def expression_of(distribution: importlib.metadata.Distribution) -> str:
     return "unknown"
 
 
-def locked_licences() -> list[Licence]:
-    """Every package of the base, cuda and dev installs, by name."""
+def locked_licences(*extras: str) -> list[Licence]:
+    """Every package of the base install and of the extras named, by name; they must be installed."""
     found: dict[str, Licence] = {}
-    for install, extras in (("base", ()), ("cuda", ("cuda",)), ("dev", ("dev",))):
-        for name, version in lock.closure(lock.project_requirements(*extras)).items():
+    for install, wanted in (("base", ()), *((extra, (extra,)) for extra in extras)):
+        for name, version in lock.closure(lock.project_requirements(*wanted)).items():
             if name not in found:
                 found[name] = Licence(name, version, expression_of(importlib.metadata.distribution(name)), install)
     return [found[name] for name in sorted(found)]
@@ -108,8 +108,9 @@ def render_page(licences: list[Licence]) -> str:
 
 Strata itself is Apache-2.0. It contains none of these packages; installing it brings them from the package index under
 their own licences, which each carries in its own folder. `base` is what everybody gets, `cuda` comes with an NVIDIA
-driver, `dev` with `make test` and `make lint` alone. A CUDA build of PyTorch brings NVIDIA's libraries besides, under
-NVIDIA's terms. What is not permissive in the base install is allowed by name, with the reason in decision record 0009.
+driver, `dev` with `make test` and `make lint` alone, `bench` with `make bench`. A CUDA build of PyTorch brings
+NVIDIA's libraries besides, under NVIDIA's terms. What is not permissive in the base install is allowed by name, with
+the reason in decision record 0009.
 
 | package | version | licence | install |
 |---|---|---|---|
@@ -128,7 +129,7 @@ def render_notice(old: str, licences: list[Licence]) -> str:
 
 
 def main() -> int:
-    licences = locked_licences()
+    licences = locked_licences("cuda", "dev", "bench")
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(render_page(licences), encoding="utf-8")
     NOTICE.write_text(render_notice(NOTICE.read_text(encoding="utf-8"), licences), encoding="utf-8")
