@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
@@ -67,7 +67,7 @@ class DensePlan:
     formats: Mapping[str, Literal["f32", "bf16", "q8_0", "i64"]]
 
 
-def plan_dense(entries: tuple[WeightEntry, ...], formats: DenseFormats) -> DensePlan:
+def plan_dense(entries: Sequence[WeightEntry], formats: DenseFormats) -> DensePlan:
     """Lays out all entries that have data of their own; tables are not among them."""
     stored: list[_Stored] = []
     chosen: dict[str, Literal["f32", "bf16", "q8_0", "i64"]] = {}
