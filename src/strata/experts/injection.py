@@ -6,10 +6,10 @@ Lives in ``experts`` because the faults are about tiers, swaps and staging buffe
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, field
 
 from strata.experts.tiers import Tier
+from strata.kernels.host import flip_bits
 
 __all__ = ["FaultInjection"]
 
@@ -30,8 +30,7 @@ class FaultInjection:
         """Called with an expert that is about to be computed from ``address``."""
         if self.flip_bit_in is tier:
             self.flip_bit_in = None
-            byte = ctypes.c_uint8.from_address(address)
-            byte.value ^= FLIPPED_BIT
+            flip_bits(address, FLIPPED_BIT)
             self.happened.append(f"one bit of an expert in {tier.name} was flipped")
 
     def drops_this_swap(self) -> bool:

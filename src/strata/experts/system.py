@@ -53,23 +53,25 @@ class ExpertSystem:
         store: ExpertStore,
         source: ExpertSource,
         stager: Stager,
-        stream: DeviceStream,
         mover: Mover,
         kernel: ExpertKernel,
         owned: ExitStack,
         *,
+        ring_limit: int,
         heat: NDArray[np.float64],
         pcie_fraction: float,
         injection: FaultInjection | None,
     ) -> None:
         self.plan = plan
         self.store = store
-        self._source, self._stager, self._stream, self._mover = source, stager, stream, mover
+        self.mover = mover
+        self._source, self._stager = source, stager
+        self._ring_limit = ring_limit
         self._owned = owned
         self._heat = heat
         first_spare = plan.num_slots
-        self._spares = list(range(first_spare, first_spare + plan.num_spares))
-        self._swaps = SwapEngine(store, mover, self._spares, injection)
+        spares = list(range(first_spare, first_spare + plan.num_spares))
+        self.swaps = SwapEngine(store, mover, spares, injection)
         self._lender = SlotLender(store, mover)
         self._ring: PromptRing | None = None
         self._ring_loads = self._ring_unused = 0
@@ -129,10 +131,10 @@ class ExpertSystem:
                 store,
                 source,
                 stager,
-                stream,
                 mover,
                 kernel,
                 owned.pop_all(),
+                ring_limit=min(plan.ring_slots, sizing.ring_slots),
                 heat=heat.astype(np.float64),
                 pcie_fraction=pcie_fraction,
                 injection=injection,
@@ -158,8 +160,8 @@ class ExpertSystem:
             self._rounds.pop(number)
         if not self.plan.num_spares:
             return
-        if self._swaps.num_running:
-            self._swaps.advance(min(self._rounds.values(), default=self.store.version))
+        if self.swaps.num_running:
+            self.swaps.advance(min(self._rounds.values(), default=self.store.version))
         every = self.plan.request.adapt_every
         if every and self._num_rounds % every == 0 and self._ring is None:
             self._adapt()
@@ -176,7 +178,7 @@ class ExpertSystem:
             self._lender.refill()
 
     def statistics(self) -> ExpertStatistics:
-        dispatch, moved = self.dispatcher.counters, self._mover.counters
+        dispatch, moved = self.dispatcher.counters, self.mover.counters
         ring = self._ring
         by_tier = dispatch.by_tier.tolist()
         memory = self.store.memory
@@ -198,9 +200,9 @@ class ExpertSystem:
             ring_unused=self._ring_unused + (ring.num_unused if ring else 0),
             slots_lent=self._lender.num_lent,
             slots_refilled=self._lender.num_refilled,
-            swaps=self._swaps.num_done,
-            swaps_copied_back=self._swaps.num_copied_back,
-            buffer_waits=self._mover.buffers.num_waits,
+            swaps=self.swaps.num_done,
+            swaps_copied_back=self.swaps.num_copied_back,
+            buffer_waits=self.mover.buffers.num_waits,
             loaded_bytes=self._loaded_bytes,
             experts_in_vram=int(np.count_nonzero(self.store.slots.slot_of >= 0)),
             experts_in_ram=int(np.count_nonzero(self.store.place_of >= 0)),
@@ -224,34 +226,34 @@ class ExpertSystem:
 
         if placement.ram:
             fill_ram(self.store, self._source, self._stager, placement.ram, report)
-        fill_slots(self.store, self._mover, placement.vram, report)
-        counters = self._mover.counters
+        fill_slots(self.store, self.mover, placement.vram, report)
+        counters = self.mover.counters
         self._loaded_bytes = len(placement.ram) * self._source.blob_bytes + counters.file_bytes
         counters.direct_bytes = counters.direct_runs = counters.staged_bytes = counters.file_bytes = 0
-        self._mover.buffers.num_waits = 0
+        self.mover.buffers.num_waits = 0
 
     def _adapt(self) -> None:
         self._heat = decay_counts(self._heat, self.dispatcher.take_picks())
-        room = min(self.plan.request.adapt_swaps, len(self._swaps.spares))
-        busy = self._swaps.busy()
+        room = min(self.plan.request.adapt_swaps, len(self.swaps.spares))
+        busy = self.swaps.busy()
         for swap in choose_swaps(self._heat, self.store.in_vram(), room):
             if not busy & set(swap):
-                self._swaps.start(swap)
+                self.swaps.start(swap)
 
     def _open_ring(self, num_picks: int) -> PromptRing | None:
         """The ring of the running prompt, borrowed now if there is none; None where a prompt streams nothing."""
-        if self._ring is not None or not self.plan.ring_slots:
+        if self._ring is not None or not self._ring_limit:
             return self._ring
-        self._swaps.finish()
+        self.swaps.finish()
         slots = self.store.slots
         if self.plan.ring_borrowed:
-            needed = min(self.plan.ring_slots, 2 * min(self.store.num_experts, num_picks))
-            addresses = self._lender.lend(needed, keep=set(self._swaps.spares))
+            needed = min(self._ring_limit, 2 * min(self.store.num_experts, num_picks))
+            addresses = self._lender.lend(needed, keep=set(self.swaps.spares))
             logger.info("the prompt borrows %d slots (%s)", needed, format_bytes(needed * slots.stride))
         else:
             first = self.plan.num_slots + self.plan.num_spares
-            addresses = [slots.slot_address(slot) for slot in range(first, first + self.plan.ring_slots)]
-        self._ring = PromptRing(self._mover, addresses)
+            addresses = [slots.slot_address(slot) for slot in range(first, first + self._ring_limit)]
+        self._ring = PromptRing(self.mover, addresses)
         return self._ring
 
 
@@ -320,7 +322,7 @@ def _size(plan: ResolvedPlan, memory: LockedMemory | None, placement: _Placement
             sizing.num_threads,
             sizing.num_buffers,
             sizing.num_buffers * plan.stride / (1 << 20),
-            plan.ring_slots,
+            min(plan.ring_slots, sizing.ring_slots),
             sizing.reason,
         )
     return sizing

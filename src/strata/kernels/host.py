@@ -21,7 +21,7 @@ from typing import Literal
 from strata.errors import EngineError
 from strata.kernels.backend import DeviceEvent, DeviceInfo, DeviceMemoryFull, PinRefused
 
-__all__ = ["HostBackend", "HostBuffer", "HostFaults", "HostRegistration", "HostStatistics", "HostStream"]
+__all__ = ["HostBackend", "HostBuffer", "HostFaults", "HostRegistration", "HostStatistics", "HostStream", "flip_bits"]
 
 CopyTiming = Literal["at_once", "threaded", "last_moment"]
 
@@ -387,3 +387,9 @@ class HostBackend:
 
 def _inside(live: dict[int, int], address: int) -> bool:
     return any(start <= address < start + nbytes for start, nbytes in live.items())
+
+
+def flip_bits(address: int, mask: int) -> None:
+    """Flips bits of one byte of this process's memory: damage made on purpose, for tests of what notices it."""
+    byte = ctypes.c_uint8.from_address(address)
+    byte.value ^= mask
