@@ -60,9 +60,7 @@ class MemoryPlanError(StrataError):
 class RequestError(StrataError):
     """A request that cannot be served: a client's mistake unless ``http_status`` says otherwise."""
 
-    def __init__(
-        self, message: str, hint: str = "", *, http_status: int = 400, code: str = "invalid_request"
-    ) -> None:
+    def __init__(self, message: str, hint: str = "", *, http_status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message, hint)
         self.http_status = http_status
         self.code = code

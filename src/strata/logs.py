@@ -10,10 +10,11 @@ import logging
 import time
 from pathlib import Path
 
+from strata.config import Requested
 from strata.errors import ConfigError
 from strata.progress import write_line
 
-__all__ = ["set_up_logging"]
+__all__ = ["quiet_unless_asked", "set_up_logging"]
 
 
 def one_line(text: str) -> str:
@@ -45,6 +46,12 @@ class TerminalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         write_line(self.format(record))
+
+
+def quiet_unless_asked(requested: Requested) -> None:
+    """For commands whose output is a table: only warnings reach the terminal unless a level was asked for."""
+    if requested.origin("log_level") == "default":
+        set_up_logging("warning", requested.log_file)
 
 
 def set_up_logging(level: str, file: Path | None = None) -> None:

@@ -46,7 +46,11 @@ class Command:
     help: str
 
 
-COMMANDS: tuple[Command, ...] = ()
+COMMANDS: tuple[Command, ...] = (
+    Command("demo", "strata.cli.demo", "Show what Strata does on this PC, in a minute."),
+    Command("run", "strata.cli.run", "Stream one completion."),
+    Command("verify", "strata.cli.verify", "Prove that placement never changes a token."),
+)
 
 
 class PipeClosed(Exception):  # noqa: N818 - what happened, not a fault

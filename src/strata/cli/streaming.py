@@ -1,0 +1,60 @@
+"""Shows one answer as it comes, with Ctrl-C stopping the answer rather than the program's manners.
+
+Lives in ``cli``; ``run``, ``demo`` and ``chat`` share it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+from strata.text.events import ReasoningPiece, TextPiece, ToolCall
+
+if TYPE_CHECKING:
+    from strata.engine.engine import Engine, Request
+
+__all__ = ["log_usage", "stream_answer"]
+
+logger = logging.getLogger(__name__)
+
+
+def stream_answer(engine: Engine, request: Request) -> int:
+    """Writes the answer to standard output piece by piece and the two lines of figures to the log. Status 0."""
+    interrupted = False
+    pieces = engine.submit(request)
+    try:
+        for piece in pieces:
+            for event in piece.events:
+                if isinstance(event, (TextPiece, ReasoningPiece)):
+                    sys.stdout.write(event.text)
+                elif isinstance(event, ToolCall):
+                    sys.stdout.write(f"\n[tool call {event.name} {event.arguments}]\n")
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        interrupted = True
+        pieces.close()  # type: ignore[attr-defined]
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    log_usage(engine)
+    return 130 if interrupted else 0
+
+
+def log_usage(engine: Engine) -> None:
+    """``prompt: ...`` and ``decode: ...``, one line each, of the last request."""
+    usage = engine.last_usage
+    if usage is None:
+        return
+    read = usage.prompt_tokens - usage.cached_tokens
+    if usage.prompt_seconds:
+        rate = read / usage.prompt_seconds
+        logger.info("prompt: %d tokens read in %.0f ms (%.1f tok/s)", read, 1e3 * usage.prompt_seconds, rate)
+    if usage.rounds:
+        logger.info(
+            "decode: %d tokens, %d rounds, %.2f ms a round, %.1f tok/s, %.2f tokens a round",
+            usage.completion_tokens,
+            usage.rounds,
+            1e3 * usage.decode_seconds / usage.rounds,
+            usage.rounds / usage.decode_seconds,
+            1.0,
+        )

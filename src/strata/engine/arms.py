@@ -1,0 +1,252 @@
+"""The placements that ``strata verify`` and ``strata demo`` force in turn, and what each must have done to count.
+
+Lives in ``engine`` because an arm is a requested configuration plus a device that misbehaves on purpose; how tiers
+work is ``experts``' business. Every arm names counters that must have moved: an arm whose mechanism did not occur
+proves nothing and is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from strata.config import OPTIONS, Requested
+from strata.engine.identity import ArmResult, Script, Transcript, compare, play
+from strata.engine.models import OpenModel
+from strata.engine.runtime import Runtime
+from strata.engine.session import Session
+from strata.errors import StrataError
+from strata.experts.injection import FaultInjection
+from strata.experts.tiers import Tier
+from strata.kernels.host import HostFaults
+from strata.option_values import Prefill
+from strata.stats import difference
+
+__all__ = ["Arm", "SelfTest", "all_arms", "demo_arms", "run_arm", "run_arms", "self_tests"]
+
+SOUND = HostFaults()  # a device that does nothing wrong
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One placement. ``options`` are fields of ``Requested``; ``must`` are counters that have to have moved."""
+
+    name: str
+    options: Mapping[str, object]
+    must: tuple[str, ...]
+    faults: HostFaults = SOUND
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """A fault planted in one arm; the comparison must then name that arm as different."""
+
+    name: str
+    arm: Arm
+    injection: Callable[[], FaultInjection]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What arms are made from: counts of the model, and the RAM copy's bytes at a quarter of the slots."""
+
+    total: int
+    layer: int
+    top_k: int
+    blob_bytes: int
+
+    @classmethod
+    def of(cls, model: OpenModel) -> _Sizes:
+        config = model.config
+        layout = model.reader.layout
+        assert layout is not None, "the model has routed experts"
+        return cls(config.num_layers * config.num_experts, config.num_experts, config.top_k, layout.blob_bytes)
+
+    @property
+    def quarter(self) -> int:
+        return max(1, self.total // 4)
+
+    @property
+    def small_ring(self) -> int:
+        """Fewer slots than a layer has experts, so that the ring must be gone round."""
+        return max(2, min(self.layer // 2, self.quarter))
+
+    def copy_bytes(self, share: float) -> int:
+        """``share`` of the copy in RAM that a quarter of the slots leaves."""
+        return int(share * (self.total - self.quarter) * self.blob_bytes)
+
+
+def all_arms(model: OpenModel) -> list[Arm]:
+    """Every placement that can be forced on this machine; the first is the one the others are compared with."""
+    sizes = _Sizes.of(model)
+    total, quarter, ring = sizes.total, sizes.quarter, {"prefill_ring": sizes.small_ring}
+    some = {"expert_cache": quarter, **ring}
+    slots = {"adapt_every": 0}
+    half_pinned = HostFaults(refuse_one_allocation=True, refuse_after_bytes=sizes.copy_bytes(0.5))
+    budget_gib = sizes.copy_bytes(0.5) / 2**30
+    return [
+        Arm("all in VRAM", {"expert_cache": total, "resident_experts": True}, ("hits",)),
+        Arm("CPU only", {"expert_cache": 0, "arena_pin_gib": "none"}, ("misses_pageable",)),
+        Arm("slots: top-k", {**slots, "expert_cache": max(2, sizes.top_k), **ring}, ("misses_pinned", "ring_loads")),
+        Arm(
+            "slots: 10 %",
+            {**slots, "expert_cache": max(2, total // 10), **ring},
+            ("hits", "misses_pinned", "ring_loads"),
+        ),
+        Arm("slots: 50 %", {**slots, "expert_cache": total // 2, **ring}, ("hits", "misses_pinned", "ring_loads")),
+        Arm("arena, path 1", {**slots, **some}, ("hits", "misses_pinned", "direct_bytes", "ring_loads")),
+        Arm(
+            "arena, path 2",
+            {**slots, **some},
+            ("hits", "misses_pinned", "direct_bytes"),
+            HostFaults(refuse_one_allocation=True),
+        ),
+        Arm("arena, path 3", {**slots, **some, "arena_pin_gib": "none"}, ("misses_pageable", "staged_bytes")),
+        Arm("resident", {**slots, **some, "resident_experts": True}, ("hits", "misses_pinned", "direct_bytes")),
+        Arm(
+            "resident, refused half-way",
+            {**slots, **some, "resident_experts": True},
+            ("hits", "misses_pinned", "misses_pageable", "direct_bytes", "staged_bytes"),
+            half_pinned,
+        ),
+        Arm(
+            "resident, 37 % pinned",
+            {**slots, **some, "resident_experts": True, "complement_pin_gib": sizes.copy_bytes(0.37) / 2**30},
+            ("misses_pinned", "misses_pageable", "staged_bytes"),
+        ),
+        Arm(
+            "budget and file",
+            {**slots, **some, "resident_budget_gib": budget_gib},
+            ("hits", "misses_pinned", "misses_file", "file_bytes"),
+        ),
+        Arm("mapped file", {**slots, **some, "mmap_experts": True}, ("hits", "misses_mapped")),
+        Arm(
+            "a swap every round",
+            {**some, "resident_experts": True, "adapt_every": 1, "adapt_swaps": 2},
+            ("swaps", "hits", "misses_pinned"),
+        ),
+        Arm(
+            "swaps, half pinned, late copies",
+            {**some, "resident_experts": True, "adapt_every": 1, "adapt_swaps": 2},
+            ("swaps", "misses_pageable", "saved_bytes"),
+            dataclasses.replace(half_pinned, copies="last_moment", late_queries=2),
+        ),
+        *(
+            Arm(
+                f"PCIe share {share}",
+                {**slots, **some, "pcie_frac": share},
+                ("misses_pinned", "alias_picks") if share else ("misses_pinned",),
+            )
+            for share in (0.0, 0.5, 1.0)
+        ),
+        Arm("ring reserved", {**slots, **some, "prefill_borrow": False}, ("ring_loads", "misses_pinned")),
+    ]
+
+
+def demo_arms(model: OpenModel) -> list[Arm]:
+    """The four placements of ``strata demo``."""
+    chosen = {
+        "all in VRAM": "all experts fast",
+        "arena, path 1": "a quarter of the slots",
+        "resident, refused half-way": "pinned, pageable and CPU",
+        "budget and file": "half in RAM, half in the file",
+    }
+    return [dataclasses.replace(arm, name=chosen[arm.name]) for arm in all_arms(model) if arm.name in chosen]
+
+
+def self_tests(model: OpenModel) -> list[SelfTest]:
+    """One bit flipped in each tier in turn, a swap's copy dropped, a staging buffer reused early."""
+    arms = {arm.name: arm for arm in all_arms(model)}
+    tiers = {
+        Tier.VRAM: "slots: 50 %",
+        Tier.PINNED: "arena, path 1",
+        Tier.PAGEABLE: "CPU only",
+        Tier.FILE: "budget and file",
+    }
+    tests = [
+        SelfTest(f"one bit flipped in {tier.name}", arms[name], lambda tier=tier: FaultInjection(flip_bit_in=tier))  # type: ignore[misc]
+        for tier, name in tiers.items()
+    ]
+    tests.append(
+        SelfTest("a swap's copy dropped", arms["a swap every round"], lambda: FaultInjection(drop_swap_copy=True))
+    )
+    late = dataclasses.replace(
+        arms["arena, path 3"],
+        name="arena, path 3, late copies, two buffers",
+        options={**arms["arena, path 3"].options, "stager_ring": 2},
+        faults=HostFaults(copies="last_moment", late_queries=3),
+    )
+    tests.append(SelfTest("a staging buffer reused early", late, lambda: FaultInjection(reuse_buffer_early=True)))
+    return tests
+
+
+def arm_request(requested: Requested, arm: Arm, script: Script) -> Requested:
+    """The user's configuration with every memory, prompt and expert option at its default, then the arm's own."""
+    free = {
+        one.name: one.default
+        for one in OPTIONS
+        if one.group in ("memory", "prompt", "experts") and one.name not in ("ram_gib", "resident_headroom_gib")
+    }
+    longest = max(script.prompt_lengths) + script.decode_tokens + 8
+    context = requested.max_context if isinstance(requested.max_context, int) else longest
+    changed = {**free, "prefill": Prefill(512, is_auto=False), "max_context": context, **arm.options}
+    return dataclasses.replace(requested, **changed)  # type: ignore[arg-type]
+
+
+def run_arm(
+    model: OpenModel,
+    requested: Requested,
+    arm: Arm,
+    script: Script,
+    *,
+    reference: Transcript | None,
+    injection: FaultInjection | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> ArmResult:
+    """Loads the placement, plays the script, compares. A named error becomes the row's error."""
+    try:
+        wanted = arm_request(requested, arm, script)
+        runtime = Runtime.open(model, wanted, faults=arm.faults, injection=injection)
+    except StrataError as error:
+        return ArmResult(arm.name, None, {}, error=str(error))
+    try:
+        before = runtime.statistics().experts
+        transcript = play(
+            lambda: Session(runtime),
+            script,
+            runtime.vocabulary,
+            model.text.end_ids,
+            reference=reference,
+            on_progress=on_progress,
+        )
+        counters = {name: int(value) for name, value in difference(runtime.statistics().experts, before).items()}
+    except StrataError as error:
+        return ArmResult(arm.name, None, {}, error=str(error))
+    finally:
+        runtime.close()
+    missing = [name for name in arm.must if not counters[name]]
+    if reference is not None and max(script.windows) > 1:
+        windows = {"accepted drafts": transcript.drafts_accepted, "rejected drafts": transcript.drafts_rejected}
+        missing += [name for name, count in windows.items() if not count]
+    different = compare(reference, transcript, script) if reference is not None else ""
+    return ArmResult(arm.name, transcript, counters, tuple(missing), different)
+
+
+def run_arms(
+    model: OpenModel,
+    requested: Requested,
+    arms: Iterable[Arm],
+    script: Script,
+    on_progress: Callable[[str, str], None] | None = None,
+) -> Iterator[ArmResult]:
+    """Results in order; the first arm is the reference of the others. Ends after a first arm that failed."""
+    reference: Transcript | None = None
+    for arm in arms:
+        tell = (lambda what, name=arm.name: on_progress(name, what)) if on_progress else None
+        result = run_arm(model, requested, arm, script, reference=reference, on_progress=tell)
+        yield result
+        if reference is None:
+            if result.transcript is None:
+                return
+            reference = result.transcript

@@ -1,0 +1,106 @@
+"""From what was requested and what the machine has to the numbers that the planner takes.
+
+Lives in ``engine`` because it is the one place where the configuration, the machine and a model's sizes meet;
+the arithmetic itself is ``memory.planner``'s. It allocates nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from strata.config import Requested
+from strata.errors import ConfigError, MemoryPlanError
+from strata.memory.planner import GIB, MIB
+from strata.memory.probe import Machine
+from strata.memory.requests import DeviceRoom, MemoryRequest, PinRequest
+
+__all__ = ["choose_chunk_rows", "choose_context", "choose_device", "device_room", "memory_request"]
+
+CPU_CHUNK_ROWS = 512  # on the CPU a larger chunk saves no copies: experts are computed where they lie
+AUTO_CONTEXT = 8192  # what 'auto' takes of a longer model: KV for more is planned only when asked for
+
+
+def choose_device(requested: Requested, machine: Machine) -> str:
+    """'cpu', or ``MemoryPlanError``/``ConfigError`` naming why a card that was asked for cannot serve."""
+    if requested.device.startswith("cuda"):
+        found = ", ".join(gpu.name for gpu in machine.gpus) or "no NVIDIA card"
+        raise ConfigError(
+            f"--device {requested.device}: this version computes on the CPU only (found: {found})", "use --device cpu"
+        )
+    return "cpu"
+
+
+def choose_context(requested: Requested, trained: int) -> int:
+    """Positions of a session: asked for, or the model's own up to ``AUTO_CONTEXT``."""
+    if requested.max_context == "auto":
+        return min(trained, AUTO_CONTEXT)
+    if requested.max_context > trained:
+        raise ConfigError(
+            f"--max-context {requested.max_context:,} is more than the {trained:,} positions of the model",
+            f"use --max-context {trained}",
+        )
+    return int(requested.max_context)
+
+
+def choose_chunk_rows(requested: Requested) -> int:
+    """Rows of a chunk: exactly what was asked for, or what suits the CPU within the bound of 'auto'.
+
+    A function of the option alone, never of free memory or of the prompt.
+    """
+    return min(requested.prefill.rows, CPU_CHUNK_ROWS) if requested.prefill.is_auto else requested.prefill.rows
+
+
+def device_room(requested: Requested) -> DeviceRoom:
+    """RAM as a device: without a cap, or capped by ``--vram-gib`` so that tiers can be tried with no card."""
+    free = None if requested.vram_gib is None else int(requested.vram_gib * GIB)
+    return DeviceRoom("cpu", free)
+
+
+def memory_request(requested: Requested, machine: Machine, max_context: int, chunk_rows: int) -> MemoryRequest:
+    """What the user asked for, as the planner's numbers."""
+
+    def number(value: int | str) -> int | None:
+        return None if isinstance(value, str) else value
+
+    budget = requested.resident_budget_gib
+    if machine.ram_available <= 0:
+        raise MemoryPlanError("no free RAM is left", "close other programs or give --ram-gib")
+    return MemoryRequest(
+        ram_bytes=machine.ram_available,
+        mode=requested.ram_mode,
+        budget_bytes=None if budget is None else int(budget * GIB),
+        expert_cache=number(requested.expert_cache),
+        vram_reserve_bytes=requested.vram_reserve_mib * MIB,
+        headroom_bytes=int(requested.resident_headroom_gib * GIB),
+        max_context=max_context,
+        chunk_rows=chunk_rows,
+        pass_rows=min(chunk_rows, 8192),
+        prefill_borrow=requested.prefill_borrow,
+        ring_slots=number(requested.prefill_ring),
+        stager_threads=number(requested.stager_threads),
+        stager_buffers=number(requested.stager_ring),
+        stage_resident=None if isinstance(requested.stage_resident, str) else requested.stage_resident,
+        adapt_every=requested.adapt_every,
+        adapt_swaps=requested.adapt_swaps,
+        num_cpus=machine.num_cpus,
+        pin=pin_request(requested),
+    )
+
+
+def pin_request(requested: Requested) -> PinRequest:
+    """How much to page-lock: the arena's variable or the resident copy's, by the mode asked for."""
+    common = PinRequest(
+        margin_bytes=int(requested.pin_margin_gib * GIB),
+        by_need=requested.pin_by_need,
+        partial=requested.partial_pin,
+        refuse_one_allocation=requested.test_complement_refuse,
+    )
+    limit = requested.arena_pin_gib if requested.ram_mode == "arena" else requested.complement_pin_gib
+    if limit == "auto":
+        return common
+    if limit == "all" or (requested.ram_mode == "arena" and limit == 0):
+        return replace(common, rule="all")
+    if limit == "none" or limit == 0:
+        return replace(common, rule="none")
+    assert isinstance(limit, (int, float))
+    return replace(common, rule="limit", limit_bytes=int(limit * GIB))

@@ -1,0 +1,86 @@
+"""What ``strata verify`` and ``strata demo`` ask of the engine: arms and self-tests by name, results as plain rows.
+
+Lives in ``engine`` so that the command line sees no model and no tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from strata.checkpoint.pack_writer import Progress
+from strata.config import Requested
+from strata.engine import arms as placements
+from strata.engine.identity import ArmResult, Script, Transcript
+from strata.engine.models import OpenModel, open_model
+
+__all__ = ["Proof"]
+
+
+class Proof:
+    """An open model and a script. The results are iterators: a row is there as soon as its arm has ended."""
+
+    def __init__(self, model: OpenModel, requested: Requested, script: Script) -> None:
+        self._model, self._requested, self._script = model, requested, script
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(
+        cls,
+        requested: Requested,
+        prompt_lengths: Sequence[int],
+        tokens: int,
+        on_progress: Progress | None = None,
+    ) -> Iterator[Proof]:
+        model = open_model(requested.model, on_progress=on_progress)
+        try:
+            yield cls(model, requested, Script(tuple(prompt_lengths), tokens))
+        finally:
+            model.close()
+
+    @property
+    def arm_names(self) -> list[str]:
+        return [arm.name for arm in placements.all_arms(self._model)]
+
+    def arms(self, wanted: Sequence[str] = ()) -> Iterator[ArmResult]:
+        """All arms, or the reference and those whose names hold one of ``wanted``."""
+        every = placements.all_arms(self._model)
+        chosen = [arm for arm in every if not wanted or any(word in arm.name for word in wanted)]
+        if chosen and chosen[0] is not every[0]:
+            chosen.insert(0, every[0])
+        yield from placements.run_arms(self._model, self._requested, chosen, self._script)
+
+    def demo(self, prompt: str, on_progress: Callable[[str, str], None] | None = None) -> Iterator[ArmResult]:
+        """The demo's placements over one prompt of text."""
+        ids = self._model.text.tokenizer.encode(prompt)
+        script = Script((len(ids),), self._script.decode_tokens, prompts=(tuple(ids),))
+        yield from placements.run_arms(
+            self._model, self._requested, placements.demo_arms(self._model), script, on_progress
+        )
+
+    def self_tests(self) -> Iterator[ArmResult]:
+        """Each planted fault as a row; good when the fault was found and its arm named."""
+        first = placements.all_arms(self._model)[0]
+        base = placements.run_arm(self._model, self._requested, first, self._script, reference=None)
+        if base.transcript is None:
+            yield base
+            return
+        reference = base.transcript
+        for test in placements.self_tests(self._model):
+            yield self._plant(test, reference)
+
+    def _plant(self, test: placements.SelfTest, reference: Transcript) -> ArmResult:
+        injection = test.injection()
+        result = placements.run_arm(
+            self._model, self._requested, test.arm, self._script, reference=reference, injection=injection
+        )
+        name = f"{test.name}"
+        if result.error:
+            return ArmResult(name, None, result.counters, error=result.error)
+        if not injection.happened:
+            return ArmResult(name, result.transcript, result.counters, ("the fault itself",))
+        if not result.difference:
+            missed = f"arm '{test.arm.name}' was called identical although {injection.happened[0]}"
+            return ArmResult(name, result.transcript, result.counters, difference=missed)
+        found = f"found: arm '{test.arm.name}' differs, {result.difference}"
+        return ArmResult(name, result.transcript, result.counters, found=found)

@@ -1,0 +1,54 @@
+"""A model's sizes for the planner: from an open pack, or from a configuration alone when nothing was downloaded.
+
+Lives in ``engine`` because it joins a family's configuration, the pack's formats and the planner's plain numbers.
+It must not allocate or read weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from strata.checkpoint.dense_writer import DenseFormats, plan_dense
+from strata.memory.requests import ModelShape
+from strata.models import find
+from strata.quant.layout import ExpertLayout
+
+if TYPE_CHECKING:
+    from strata.engine.models import OpenModel
+    from strata.kvcache.attention_cache import KvFormat
+    from strata.models.family import FamilyConfig
+
+__all__ = ["config_shape", "model_shape"]
+
+
+def model_shape(model: OpenModel, kv: KvFormat) -> ModelShape:
+    """Sizes of an open pack, as it is stored."""
+    layout = model.reader.layout
+    assert layout is not None, "the model has routed experts"
+    return _shape(model.name, model.config, kv, layout.blob_bytes, model.reader.dense_bytes)
+
+
+def config_shape(name: str, raw: Mapping[str, Any], kv: KvFormat) -> ModelShape:
+    """Sizes that a pack of default formats would have (NVFP4 experts, 8-bit matrices), from config.json alone."""
+    family = find(raw)
+    config = family.read_config(raw)
+    entries = [entry for entry in family.weight_map(config).dense if entry.group is None]
+    dense = plan_dense(entries, DenseFormats("q8_0", "bf16"))
+    layout = ExpertLayout(config.hidden, config.expert_intermediate, "nvfp4")
+    return _shape(name, config, kv, layout.blob_bytes, dense.nbytes)
+
+
+def _shape(name: str, config: FamilyConfig, kv: KvFormat, blob_bytes: int, dense_bytes: int) -> ModelShape:
+    fixed = config.state_bytes(0, kv)
+    return ModelShape(
+        name=name,
+        num_layers=config.num_layers,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        blob_bytes=blob_bytes,
+        hidden=config.hidden,
+        dense_bytes=dense_bytes,
+        state_bytes=fixed,
+        kv_bytes_per_token=config.state_bytes(1, kv) - fixed,
+    )
