@@ -6,6 +6,12 @@ WORKERS ?= 2
 export PROMPT
 export PYTHON
 
+# A current environment costs a moment; else the machine is checked before anything is downloaded.
+define prepare
+@$(PY) tools/environment.py --current $(1) 2>/dev/null || \
+  { python=$$(sh tools/check.sh) && "$$python" tools/environment.py $(1); }
+endef
+
 .PHONY: help build run test lint format bench clean lock generate environment environment-dev environment-bench environment-all native test-gpu test-cpu512 check
 
 help:
@@ -52,23 +58,12 @@ generate: environment-all
 lock: environment-all
 	@$(PY) tools/lock.py
 
-environment:
-	@$(PY) tools/environment.py --current 2>/dev/null || \
-	  { python=$$(sh tools/check.sh) && "$$python" tools/environment.py; }
-
-environment-dev:
-	@$(PY) tools/environment.py --current --extra dev 2>/dev/null || \
-	  { python=$$(sh tools/check.sh) && "$$python" tools/environment.py --extra dev; }
+environment: ; $(call prepare,)
+environment-dev: ; $(call prepare,--extra dev)
+environment-bench: ; $(call prepare,--extra dev --extra bench)
+environment-all: ; $(call prepare,--extra dev --extra bench --extra cuda)
 
 build: environment native
-
-environment-bench:
-	@$(PY) tools/environment.py --current --extra dev --extra bench 2>/dev/null || \
-	  { python=$$(sh tools/check.sh) && "$$python" tools/environment.py --extra dev --extra bench; }
-
-environment-all:
-	@$(PY) tools/environment.py --current --extra dev --extra bench --extra cuda 2>/dev/null || \
-	  { python=$$(sh tools/check.sh) && "$$python" tools/environment.py --extra dev --extra bench --extra cuda; }
 
 native:
 	@$(PY) tools/build_native.py

@@ -35,8 +35,17 @@ def python_of(venv: Path) -> Path:
     return venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
+def version_of(python: str | Path) -> str:
+    """Version of another interpreter; empty if it does not run."""
+    code = "import sys; print(sys.version.split()[0])"
+    try:
+        return subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 def key() -> str:
-    digest = hashlib.sha256(sys.version.split()[0].encode())
+    digest = hashlib.sha256()
     for name in KEYED:
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
@@ -118,9 +127,8 @@ def announce(extras: set[str]) -> None:
 
 def install(extras: set[str]) -> None:
     started = time.monotonic()
-    python = python_of(VENV)
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
+    if version_of(python_of(VENV)) != sys.version.split()[0]:  # none yet, broken, or made by another Python
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], check=True)
     STAMP.unlink(missing_ok=True)
     announce(extras)
     pip("install", "-qq", "--constraint", "constraints.txt", *requirements(extras))
@@ -137,7 +145,9 @@ def main() -> int:
     words = parser.parse_args()
     extras = set(words.extra) | ({"cuda"} if has_driver() else set())
     if words.current:
-        return 0 if is_current(extras) else 1
+        asked = os.environ.get("PYTHON")
+        is_other = bool(asked) and version_of(str(asked)) != version_of(python_of(VENV))
+        return 0 if is_current(extras) and not is_other else 1
     if not is_current(extras):
         install(extras)
     return 0
