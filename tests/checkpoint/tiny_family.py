@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from strata.checkpoint.weight_map import ExpertEntry, ExpertSource, WeightEntry, WeightMap
 
 Tensors = dict[str, torch.Tensor]
-EXPERTS, LAYERS, VOCABULARY, TABLE_ROWS, TABLE_COLUMNS = 4, 2, 40, 37, 12
+EXPERTS, LAYERS, TABLE_ROWS, TABLE_COLUMNS = 4, 2, 37, 12
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,16 @@ class TinyConfig:
     hidden: int = 64
     intermediate: int = 48
     tied: bool = False
+    vocabulary: int = 40
     orientation: str = "output_first"
     family: str = "tiny"
 
 
 class TinyFamily:
-    """Reads {"hidden", "intermediate", "tied", "orientation"}; a prefix ``model.`` or ``model.text.`` is found."""
+    """Reads the keys of ``TinyConfig``; a prefix ``model.`` or ``model.text.`` is found."""
 
     def read_config(self, raw: Mapping[str, Any]) -> TinyConfig:
-        known = {key: raw[key] for key in ("hidden", "intermediate", "tied", "orientation") if key in raw}
+        known = {key: raw[key] for key in asdict(TinyConfig()) if key in raw}
         return replace(TinyConfig(), **known)
 
     def weight_map(self, config: TinyConfig) -> WeightMap:
@@ -42,10 +43,10 @@ class TinyFamily:
             return WeightEntry(name, shape, kind, role, sources, **more)
 
         dense = [
-            entry("embed.weight", (VOCABULARY, hidden), "matrix", "embedding"),
+            entry("embed.weight", (config.vocabulary, hidden), "matrix", "embedding"),
             WeightEntry(
                 "head.weight",
-                (VOCABULARY, hidden),
+                (config.vocabulary, hidden),
                 "matrix",
                 "head",
                 (("head.weight",),),
@@ -90,13 +91,13 @@ def tiny_tensors(config: TinyConfig = TinyConfig(), seed: int = 0, dtype: torch.
         return torch.randn(*shape, generator=generator).to(dtype)
 
     tensors = {
-        "model.embed.weight": draw(VOCABULARY, hidden),
+        "model.embed.weight": draw(config.vocabulary, hidden),
         "model.ids": torch.tensor([2**40, -3, 5]),
         "model.draft.fc.weight": draw(5, hidden + 7),
         "vision.patch": draw(2, 3, 2, 2, 2),
     }
     if not config.tied:
-        tensors["head.weight"] = draw(VOCABULARY, hidden)
+        tensors["head.weight"] = draw(config.vocabulary, hidden)
     for part, rows in enumerate((10, 20, 7)):
         tensors[f"model.t.{part}.weight"] = draw(rows, TABLE_COLUMNS)
     for layer in range(LAYERS):

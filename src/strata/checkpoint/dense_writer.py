@@ -28,7 +28,7 @@ from strata.quant.blocks import quantise
 __all__ = ["SCALES_SUFFIX", "SLICE_BYTES", "DenseFormats", "DensePlan", "plan_dense", "write_dense"]
 
 SCALES_SUFFIX = ".scales"
-SLICE_BYTES = 16 << 20  # of FP32 values at once
+SLICE_BYTES = 4 << 20  # of FP32 values at once; quantising holds about five times as much
 Q8_BLOCK = 32
 
 

@@ -68,7 +68,7 @@ class PackReader:
         self.folder = find_pack(path)
         self.manifest: Manifest = read_manifest(self.folder)
         self._files: dict[Path, int] = {}
-        self._tables: list[TableFile] = []
+        self._tables: dict[str, TableFile] = {}
         self.layout: ExpertLayout | None = None
         self.expert_layers: tuple[int, ...] = ()
         self.tensor_scales = torch.empty(0, 0, 3)
@@ -107,16 +107,25 @@ class PackReader:
         done, total = 0, self.dense_bytes
         for name, record in self.manifest.dense.items():
             if record.tied_to is None:
-                weights[name] = self._load_weight(name, record)
+                weights[name] = self.load_weight(name)
                 done += self.matrix_bytes(name)
                 if progress is not None:
                     progress(done, total)
         for name, record in self.manifest.dense.items():
             if record.tied_to is not None:
                 weights[name] = weights[record.tied_to]
-        for name, table in self.manifest.tables.items():
-            weights[name] = self._open_table(table)
+        for name in self.manifest.tables:
+            weights[name] = self.load_weight(name)
         return weights
+
+    def load_weight(self, name: str) -> DenseWeight:
+        """One canonical dense weight, checked, in fresh memory; a table is opened once and stays the reader's."""
+        record = self.manifest.dense.get(name)
+        if record is not None:
+            return self._load_weight(record.tied_to or name, self.manifest.dense[record.tied_to or name])
+        if name not in self._tables:
+            self._tables[name] = self._new_table(self.manifest.tables[name])
+        return self._tables[name]
 
     def expert_location(self, layer: int, expert: int) -> BlobLocation:
         """Where the blob of an expert lies. ``layer`` is one of ``expert_layers``."""
@@ -176,7 +185,7 @@ class PackReader:
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
-        for table in self._tables:
+        for table in self._tables.values():
             table.close()
         self._tables.clear()
 
@@ -273,10 +282,6 @@ class PackReader:
         if table.row_bytes != row_bytes(table.columns, table.format):
             raise CheckpointError(f"{self.folder / table.file}: rows of {table.row_bytes} bytes are not read", _AGAIN)
         return TableFile(self.folder / table.file, table.rows, table.columns, table.format)
-
-    def _open_table(self, table: TableRecord) -> TableFile:
-        self._tables.append(self._new_table(table))
-        return self._tables[-1]
 
 
 def _stored_shapes(name: str, record: DenseTensor) -> dict[str, tuple[str, tuple[int, ...]]]:

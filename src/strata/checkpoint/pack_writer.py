@@ -54,7 +54,7 @@ __all__ = ["LAYOUT_NUMBER", "FamilyModule", "PackOptions", "Progress", "pack_che
 
 LAYOUT_NUMBER = 1  # of ExpertLayout; a pack of another layout is made again
 EXPERT_FILE_BYTES = 4 << 30
-MANIFEST_ROOM = 4096  # bytes a dense weight in the manifest, at the most
+MANIFEST_ROOM = (768, 192)  # bytes in the manifest, at the most: a weight, and each source tensor of it
 _MATRIX_FORMATS = ("q8_0", "bf16", "f32")
 
 
@@ -170,7 +170,9 @@ class _PackWriter:
         experts = blobs * (self.layout.blob_bytes + 20) if self.layout else 0
         tables = sum(entry.shape[0] * row_bytes(entry.shape[1], self._table_format(entry)) for entry in self.tables)
         small = sum(path.stat().st_size for path in self.source.tokenizer_files)
-        manifest = MANIFEST_ROOM * (len(self.source.entries) + len(self.source.expert_entries) + 16)
+        weights = len(self.source.entries) + len(self.source.expert_entries) + 8
+        parts = sum(len(self.source.parts(entry.name)) for entry in self.source.entries)
+        manifest = MANIFEST_ROOM[0] * weights + MANIFEST_ROOM[1] * parts
         return self.dense.nbytes + experts + tables + small + manifest
 
     def _step(self, phase: str) -> Callable[[int], None]:

@@ -102,7 +102,10 @@ class TableFile:
         Raises ``CheckpointError`` for a damaged row.
         """
         numbers = rows_TK.reshape(-1)
-        assert numbers.size == 0 or (int(numbers.min()) >= 0 and int(numbers.max()) < self.rows)
+        if numbers.size == 0:
+            return torch.empty(rows_TK.shape[0], rows_TK.shape[1] * self.columns)
+        assert int(numbers.min()) >= 0
+        assert int(numbers.max()) < self.rows
         data = np.empty((numbers.size, self.row_bytes), dtype=np.uint8)
         for place, number in enumerate(numbers.tolist()):
             data[place] = self._read(number, 1)[0]
