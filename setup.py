@@ -7,6 +7,7 @@ where a checkout's library lies anyway.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,8 @@ class BuildWithNative(build_py):
 
     def run(self) -> None:
         build_native.build()
+        if not self.editable_mode:  # an earlier build may have left modules there that no longer exist
+            shutil.rmtree(Path(self.build_lib) / "strata", ignore_errors=True)
         super().run()
         commit = describe_commit()
         if commit and not self.editable_mode:
