@@ -1,0 +1,594 @@
+"""The trainer's model: qwen4_exp over whole batches of sequences, parameters named as in the published checkpoint.
+
+Lives beside the trainer, not in the package: it is the same mathematics as ``strata.models`` in the form that a GPU
+trains fastest (B x T rows at once, chunked delta net, all experts as two wide products, fused by torch.compile), and
+``tests/train`` holds its logits equal to the package's model on the same weights. It keeps no state and writes none.
+
+Legend: B sequences, T rows, H hidden, S streams, N heads, G key/value heads, D head width, E experts, I expert width,
+V vocabulary, J index blocks, R sampled rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from delta import depthwise_causal, gated_delta
+from torch import nn
+from torch.nn import functional as F
+
+from strata.layers.ngram_hash import NgramHash
+
+__all__ = ["Config", "Outputs", "TrainModel"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the shipped model. ``hf_config`` is what config.json says."""
+
+    vocabulary: int = 8192
+    hidden: int = 256
+    layers: int = 8
+    interval: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_width: int = 64
+    rotary: float = 0.5
+    theta: float = 10_000.0
+    delta_key_heads: int = 4
+    delta_value_heads: int = 4
+    delta_width: int = 64
+    conv: int = 4
+    experts: int = 24
+    top_k: int = 4
+    expert_width: int = 96
+    shared_width: int = 128
+    streams: int = 4
+    rank: int = 32
+    ple_width: int = 128
+    ngram_heads: int = 4
+    ngram_base: int = 8192
+    ngram_seed: int = 1234
+    index_heads: int = 4
+    index_width: int = 64
+    index_block: int = 4
+    index_budget: int = 512
+    context: int = 4096
+    eps: float = 1e-6
+    eos: tuple[int, int] = (8179, 8181)
+    extra: dict[str, int] = field(default_factory=dict)
+
+    def is_attention(self, layer: int) -> bool:
+        return (layer + 1) % self.interval == 0
+
+    @property
+    def ngram_hash(self) -> NgramHash:
+        return NgramHash(0, 3, self.ngram_heads, self.vocabulary, self.ngram_base, self.ngram_seed, self.eos[0])
+
+    def hf_config(self) -> dict[str, Any]:
+        """The published layout of these sizes (text only: no vision weights are shipped)."""
+        rotary = int(self.head_width * self.rotary)
+        third = rotary // 6
+        return {
+            "architectures": ["Qwen4ExpForConditionalGeneration"],
+            "model_type": "qwen4_exp",
+            "dtype": "bfloat16",
+            "tie_word_embeddings": False,
+            **self.extra,
+            "text_config": {
+                "model_type": "qwen4_exp_text",
+                "hidden_act": "silu",
+                "hidden_size": self.hidden,
+                "vocab_size": self.vocabulary,
+                "num_hidden_layers": self.layers,
+                "layer_types": [
+                    "indexed_attention" if self.is_attention(i) else "linear_attention" for i in range(self.layers)
+                ],
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.kv_heads,
+                "head_dim": self.head_width,
+                "attention_bias": False,
+                "linear_conv_kernel_dim": self.conv,
+                "linear_key_head_dim": self.delta_width,
+                "linear_value_head_dim": self.delta_width,
+                "linear_num_key_heads": self.delta_key_heads,
+                "linear_num_value_heads": self.delta_value_heads,
+                "output_gate_type": "sigmoid",
+                "num_experts": self.experts,
+                "num_experts_per_tok": self.top_k,
+                "norm_topk_prob": True,
+                "moe_intermediate_size": self.expert_width,
+                "shared_expert_intermediate_size": self.shared_width,
+                "hc_count": self.streams,
+                "hc_lowrank": self.rank,
+                "indexer_n_heads": self.index_heads,
+                "indexer_kv_heads": 1,
+                "indexer_head_dim": self.index_width,
+                "indexer_budget": self.index_budget,
+                "indexer_compress_ratio": self.index_block,
+                "ple_layer_ids": [2],
+                "ple_embed_dim": self.ple_width,
+                "ple_conv_kernel_size": self.conv,
+                "ngram_size": 3,
+                "heads_per_ngram": self.ngram_heads,
+                "ngram_vocab_size_base": self.ngram_base,
+                "make_ngram_vocab_size_divisible_by": 128,
+                "split_ngram_parts": 1,
+                "seed": self.ngram_seed,
+                "rms_norm_eps": self.eps,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": self.theta,
+                    "partial_rotary_factor": self.rotary,
+                    "mrope_interleaved": True,
+                    "mrope_section": [rotary // 2 - 2 * third, third, third],
+                },
+                "max_position_embeddings": self.context,
+                "mtp_num_hidden_layers": 1,
+                "tie_word_embeddings": False,
+                "eos_token_id": list(self.eos),
+                "pad_token_id": self.eos[0],
+            },
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * (1 + weight) in FP32 over the last axis, in the type of x."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (1.0 + weight)).to(x.dtype)
+
+
+def rotate(x_BTND: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
+    """Rotary on the first 2R of D, in FP32, in the type of x."""
+    half = cos_TR.shape[-1]
+    first, second, rest = x_BTND.float().split([half, half, x_BTND.shape[-1] - 2 * half], dim=-1)
+    cos, sin = cos_TR[:, None], sin_TR[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x_BTND.dtype)
+
+
+class Weight(nn.Module):
+    """Holds one parameter called ``weight``, so that names are those of the checkpoint."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*shape))
+
+
+class HyperConnection(nn.Module):
+    def __init__(self, c: Config, inject: bool = True) -> None:
+        super().__init__()
+        self.c = c
+        wide = c.streams * c.hidden
+        self.hc_norm = Weight(wide)
+        self.input_mix_weight_down = Weight(c.rank, wide)
+        self.input_mix_weight_up = Weight(wide, c.rank)
+        if inject:
+            self.block_inject_weight = Weight(c.streams, wide)
+
+    def read(self, x_BTSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(u_BTH, the flat normed streams): a block's input."""
+        c = self.c
+        n = rms(x_BTSH, self.hc_norm.weight.view(c.streams, c.hidden), c.eps)
+        flat = n.flatten(2)
+        low = F.silu(F.linear(flat, self.input_mix_weight_down.weight) / c.streams)
+        mix = F.linear(low, self.input_mix_weight_up.weight).sigmoid().view_as(n)
+        return (mix * n).mean(2), flat
+
+    def write(self, x_BTSH: torch.Tensor, flat: torch.Tensor, y_BTH: torch.Tensor) -> torch.Tensor:
+        inject = 2.0 * (F.linear(flat, self.block_inject_weight.weight) / self.c.streams).sigmoid()
+        return x_BTSH + inject.unsqueeze(-1) * y_BTH.unsqueeze(2)
+
+
+class DeltaNet(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.c = c
+        keys, values = c.delta_key_heads * c.delta_width, c.delta_value_heads * c.delta_width
+        self.in_proj_qkv = Weight(2 * keys + values, c.hidden)
+        self.in_proj_z = Weight(values, c.hidden)
+        self.in_proj_b = Weight(c.delta_value_heads, c.hidden)
+        self.in_proj_a = Weight(c.delta_value_heads, c.hidden)
+        self.conv1d = Weight(2 * keys + values, 1, c.conv)
+        self.dt_bias = nn.Parameter(torch.empty(c.delta_value_heads))
+        self.A_log = nn.Parameter(torch.empty(c.delta_value_heads))
+        self.norm = Weight(c.delta_width)
+        self.out_proj = Weight(c.hidden, values)
+
+    def forward(self, u_BTH: torch.Tensor) -> torch.Tensor:
+        c = self.c
+        keys, values = c.delta_key_heads * c.delta_width, c.delta_value_heads * c.delta_width
+        projections = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        mixed = F.linear(u_BTH, torch.cat([p.weight for p in projections]))
+        qkv, z, b, a = mixed.split([2 * keys + values, values, c.delta_value_heads, c.delta_value_heads], dim=-1)
+        qkv = depthwise_causal(qkv.float(), self.conv1d.weight.squeeze(1))
+        q, k, v = (x.unflatten(-1, (-1, c.delta_width)) for x in qkv.split([keys, keys, values], dim=-1))
+        q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * c.delta_width**-0.5
+        k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
+        g = -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
+        with torch.autocast(u_BTH.device.type, enabled=False):
+            o = gated_delta(q, k, v, b.float().sigmoid(), g)
+        o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + c.eps) * self.norm.weight
+        gated = (o * z.float().unflatten(-1, (-1, c.delta_width)).sigmoid()).flatten(2)
+        return F.linear(gated.to(u_BTH.dtype), self.out_proj.weight)
+
+
+class Indexer(nn.Module):
+    """Scores of index blocks. It learns from attention mass alone: its input is detached."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.c = c
+        self.index_qk_proj = Weight((c.index_heads + 1) * c.index_width, c.hidden)
+        self.q_layernorm = Weight(c.index_width)
+        self.k_layernorm = Weight(c.index_width)
+
+    def scores(
+        self, u_BTH: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, picked_R: torch.Tensor
+    ) -> torch.Tensor:
+        """scores_BRJ of the rows ``picked_R`` against every complete block; FP32, unmasked."""
+        c = self.c
+        qk = F.linear(u_BTH, self.index_qk_proj.weight).float()
+        q, raw = qk.split([c.index_heads * c.index_width, c.index_width], dim=-1)
+        q = q.index_select(1, picked_R).unflatten(-1, (c.index_heads, -1))
+        q = rotate(rms(q, self.q_layernorm.weight, c.eps), cos_TR[picked_R], sin_TR[picked_R])
+        blocks = u_BTH.shape[1] // c.index_block
+        pooled = raw[:, : blocks * c.index_block].unflatten(1, (blocks, c.index_block)).mean(2)
+        starts = torch.arange(blocks, device=raw.device) * c.index_block
+        key = rms(pooled, self.k_layernorm.weight, c.eps).unsqueeze(2)
+        key = rotate(key, cos_TR[starts], sin_TR[starts]).squeeze(2)
+        each = torch.einsum("brnd,bjd->brnj", q, key).relu()
+        return each.sum(2) / math.sqrt(c.index_width)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.c = c
+        self.q_proj = Weight(c.heads * c.head_width * 2, c.hidden)
+        self.k_proj = Weight(c.kv_heads * c.head_width, c.hidden)
+        self.v_proj = Weight(c.kv_heads * c.head_width, c.hidden)
+        self.o_proj = Weight(c.hidden, c.heads * c.head_width)
+        self.q_norm = Weight(c.head_width)
+        self.k_norm = Weight(c.head_width)
+        self.indexer = Indexer(c)
+
+    def _project(self, u: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        c = self.c
+        q, gate = F.linear(u, self.q_proj.weight).unflatten(-1, (c.heads, 2, c.head_width)).unbind(3)
+        k = F.linear(u, self.k_proj.weight).unflatten(-1, (c.kv_heads, c.head_width))
+        v = F.linear(u, self.v_proj.weight).unflatten(-1, (c.kv_heads, c.head_width))
+        q = rotate(rms(q, self.q_norm.weight, c.eps), cos, sin)
+        k = rotate(rms(k, self.k_norm.weight, c.eps), cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), gate.flatten(2)
+
+    def forward(
+        self, u: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, picked_R: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(y_BTH, the indexer's loss on the rows ``picked_R``)."""
+        q, k, v, gate = self._project(u, cos, sin)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = F.linear(o.transpose(1, 2).flatten(2) * gate.sigmoid(), self.o_proj.weight)
+        with torch.no_grad():
+            mass = self._mass(q.detach(), k.detach(), picked_R)
+        return y, self._distil(u.detach(), mass, cos, sin, picked_R)
+
+    def _mass(self, q: torch.Tensor, k: torch.Tensor, picked_R: torch.Tensor) -> torch.Tensor:
+        """mass_BRJ: attention of the picked rows, averaged over heads, summed by complete block, normalised."""
+        c = self.c
+        rows = k.shape[2]
+        q = q.index_select(2, picked_R).unflatten(1, (c.kv_heads, -1))
+        scores = torch.einsum("bgqrd,bgpd->bgqrp", q, k).float() * c.head_width**-0.5
+        hidden = torch.arange(rows, device=k.device)[None, :] > picked_R[:, None]
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).mean((1, 2))
+        mass = weights.unflatten(-1, (-1, c.index_block)).sum(-1)
+        mass = mass.masked_fill(self._incomplete(rows, picked_R), 0.0)
+        return mass / mass.sum(-1, keepdim=True).clamp_min(1e-9)
+
+    def _incomplete(self, rows: int, picked_R: torch.Tensor) -> torch.Tensor:
+        blocks = torch.arange(rows // self.c.index_block, device=picked_R.device)
+        return blocks[None, :] >= ((picked_R + 1) // self.c.index_block)[:, None]
+
+    def _distil(
+        self, u: torch.Tensor, mass: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, picked_R: torch.Tensor
+    ) -> torch.Tensor:
+        """Divergence of the indexer's softmax from the mass, averaged over rows with a complete block."""
+        incomplete = self._incomplete(u.shape[1], picked_R)
+        scores = self.indexer.scores(u, cos, sin, picked_R).masked_fill(incomplete, -1e9)
+        divergence = (mass * (mass.clamp_min(1e-9).log() - scores.log_softmax(-1))).sum(-1)
+        counted = (picked_R + 1 >= self.c.index_block).float()
+        return (divergence * counted).sum() / (counted.sum() * u.shape[0])
+
+    @torch.no_grad()
+    def sparse(self, u: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """y_BTH attending the selected blocks only, as a decode does past the budget. Ties: lowest block."""
+        c = self.c
+        rows = torch.arange(u.shape[1], device=u.device)
+        scores = self.indexer.scores(u, cos, sin, rows).masked_fill(self._incomplete(u.shape[1], rows), float("-inf"))
+        count = min(c.index_budget // c.index_block, scores.shape[-1])
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+        chosen &= ~self._incomplete(u.shape[1], rows)
+        seen = chosen.repeat_interleave(c.index_block, dim=-1)
+        seen = F.pad(seen, (0, u.shape[1] - seen.shape[-1]))
+        tail = (rows + 1) // c.index_block * c.index_block
+        causal = rows[None, :] <= rows[:, None]
+        seen = (seen | (rows[None, :] >= tail[:, None])) & causal
+        q, k, v, gate = self._project(u, cos, sin)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.unsqueeze(1), enable_gqa=True)
+        return F.linear(o.transpose(1, 2).flatten(2) * gate.sigmoid(), self.o_proj.weight)
+
+
+class Experts(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(c.experts, 2 * c.expert_width, c.hidden))
+        self.down_proj = nn.Parameter(torch.empty(c.experts, c.hidden, c.expert_width))
+
+
+class Shared(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.gate_proj = Weight(c.shared_width, c.hidden)
+        self.up_proj = Weight(c.shared_width, c.hidden)
+        self.down_proj = Weight(c.hidden, c.shared_width)
+
+
+class MixtureOfExperts(nn.Module):
+    """All experts as two wide products with the unpicked ones weighted zero: 24 small experts are cheaper so on
+    tensor cores than sorting rows by expert (decision 0056)."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.c = c
+        self.gate = Weight(c.experts, c.hidden)
+        self.experts = Experts(c)
+        self.shared_expert = Shared(c)
+        self.shared_expert_gate = Weight(1, c.hidden)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(weights_BTE with zeros where not picked, the balance loss, picks of each expert as shares)."""
+        with torch.autocast(x.device.type, enabled=False):
+            probabilities = F.linear(x.float(), self.gate.weight).softmax(-1)
+        picked = probabilities.detach().topk(self.c.top_k, dim=-1).indices
+        mask = torch.zeros_like(probabilities).scatter(-1, picked, 1.0)
+        weights = probabilities * mask
+        weights = weights / weights.sum(-1, keepdim=True)
+        share = mask.mean((0, 1)) / self.c.top_k
+        balance = self.c.experts * (share * probabilities.mean((0, 1))).sum()
+        return weights, balance, share
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weights, balance, share = self.route(x)
+        gate_up = F.linear(x, self.experts.gate_up_proj.flatten(0, 1)).unflatten(-1, (self.c.experts, 2, -1))
+        gate, up = gate_up.unbind(-2)
+        inner = F.silu(gate) * up * weights.to(gate.dtype).unsqueeze(-1)
+        y = F.linear(inner.flatten(-2), self.experts.down_proj.permute(1, 0, 2).flatten(1))
+        s = self.shared_expert
+        inner = F.silu(F.linear(x, s.gate_proj.weight)) * F.linear(x, s.up_proj.weight)
+        shared = F.linear(x, self.shared_expert_gate.weight).sigmoid() * F.linear(inner, s.down_proj.weight)
+        return y + shared, balance, share
+
+
+class Ple(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.c = c
+        wide = c.streams * c.hidden
+        rows = c.ngram_hash.table_rows(128)
+        self.ple_embedding = nn.Module()
+        self.ple_embedding.ngram_embedding = Weight(rows, c.ple_width // c.ngram_hash.all_heads)
+        self.key_proj = Weight(wide, c.ple_width)
+        self.value_proj = Weight(c.hidden, c.ple_width)
+        self.norm_key = Weight(wide)
+        self.norm_query = Weight(wide)
+        self.norm_conv = Weight(wide)
+        self.conv1d = Weight(wide, 1, c.conv)
+
+    def lookup(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """The table rows of each token side by side; every window starts as if after an end token."""
+        h = self.c.ngram_hash
+        eos = h.boundary
+        padded = F.pad(ids_BT, (2, 0), value=eos)
+        now, one, two = padded[:, 2:], padded[:, 1:-1], padded[:, :-2]
+        two = torch.where(one == eos, eos, two)
+        factors = h.multipliers
+        pair = (now * factors[0]) ^ (one * factors[1])
+        triple = pair ^ (two * factors[2])
+        sizes = torch.tensor(h.sizes, device=ids_BT.device)
+        offsets = torch.tensor(h.offsets, device=ids_BT.device)
+        mixed = torch.stack((pair, triple), dim=-1).repeat_interleave(h.heads, dim=-1)
+        return F.embedding(torch.remainder(mixed, sizes) + offsets, self.ple_embedding.ngram_embedding.weight).flatten(
+            2
+        )
+
+    def forward(self, x_BTSH: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        c = self.c
+        shape = (c.streams, c.hidden)
+        key = F.linear(embedded, self.key_proj.weight).float().unflatten(-1, shape)
+        key = rms(key, self.norm_key.weight.view(shape), c.eps)
+        value = F.linear(embedded, self.value_proj.weight).float()
+        query = rms(x_BTSH.float(), self.norm_query.weight.view(shape), c.eps)
+        match = (key * query).sum(-1, keepdim=True) / math.sqrt(c.hidden)
+        match = match.sign() * match.abs().clamp_min(1e-6).sqrt()
+        gated = match.sigmoid() * value.unsqueeze(2)
+        normed = rms(gated, self.norm_conv.weight.view(shape), c.eps).flatten(2)
+        spread = depthwise_causal(normed, self.conv1d.weight.squeeze(1), dilation=3).unflatten(-1, shape)
+        return x_BTSH + gated + spread
+
+
+class Layer(nn.Module):
+    """One block: a mixer and a mixture of experts, each read from and written to the streams."""
+
+    def __init__(self, c: Config, attention: bool) -> None:
+        super().__init__()
+        self.c = c
+        self.attention = attention
+        if attention:
+            self.self_attn = Attention(c)
+        else:
+            self.linear_attn = DeltaNet(c)
+        self.mlp = MixtureOfExperts(c)
+        self.attn_hyper_connection = HyperConnection(c)
+        self.mlp_hyper_connection = HyperConnection(c)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        picked_R: torch.Tensor,
+        sparse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(streams, balance loss, indexer loss, shares of picks)."""
+        u, flat = self.attn_hyper_connection.read(x)
+        distil = x.new_zeros(())
+        if not self.attention:
+            y = self.linear_attn(u)
+        elif sparse:
+            y = self.self_attn.sparse(u, cos, sin)
+        else:
+            y, distil = self.self_attn(u, cos, sin, picked_R)
+        x = self.attn_hyper_connection.write(x, flat, y)
+        u, flat = self.mlp_hyper_connection.read(x)
+        y, balance, share = self.mlp(u)
+        return self.mlp_hyper_connection.write(x, flat, y), balance, distil, share
+
+
+class Mtp(nn.Module):
+    """The draft block: streams of row t and the embedding of token t + 1 give token t + 2."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.c = c
+        self.pre_fc_norm_embedding = Weight(c.hidden)
+        self.pre_fc_norm_hidden = Weight(c.hidden)
+        self.fc = Weight(c.hidden, 2 * c.hidden)
+        self.layers = nn.ModuleList([Layer(c, attention=True)])
+        self.hyper_connection_mixer = HyperConnection(c, inject=False)
+
+    def combine(self, x_BTSH: torch.Tensor, next_BTH: torch.Tensor) -> torch.Tensor:
+        embedding, hidden = self.fc.weight.split(self.c.hidden, dim=1)
+        told = F.linear(rms(next_BTH, self.pre_fc_norm_embedding.weight, self.c.eps), embedding)
+        kept = F.linear(rms(x_BTSH, self.pre_fc_norm_hidden.weight, self.c.eps), hidden)
+        return (kept + told.unsqueeze(2)).float()
+
+
+@dataclass
+class Outputs:
+    """Losses are scalars (nats); ``shares_LE`` says how often each expert of each layer was picked."""
+
+    loss: torch.Tensor
+    main: torch.Tensor
+    draft: torch.Tensor
+    balance: torch.Tensor
+    distil: torch.Tensor
+    shares_LE: torch.Tensor
+
+
+class TrainModel(nn.Module):
+    """``forward`` gives losses on windows of T + 2 tokens; ``hidden`` and ``logits`` serve evaluation."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.c = c
+        self.embed_tokens = Weight(c.vocabulary, c.hidden)
+        self.layers = nn.ModuleList(Layer(c, c.is_attention(i)) for i in range(c.layers))
+        self.layers[1].ple = Ple(c)
+        self.hyper_connection_mixer = HyperConnection(c, inject=False)
+        self.lm_head = Weight(c.vocabulary, c.hidden)
+        self.mtp = Mtp(c)
+        rotary = int(c.head_width * c.rotary)
+        angle = torch.arange(c.context).double()[:, None] * c.theta ** -(torch.arange(0, rotary, 2).double() / rotary)
+        self.register_buffer("cos", angle.cos().float(), persistent=False)
+        self.register_buffer("sin", angle.sin().float(), persistent=False)
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Fresh weights from a CPU generator: the same on every device."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(p: torch.Tensor, std: float) -> None:
+            p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
+
+        def uniform(p: torch.Tensor, low: float, high: float) -> torch.Tensor:
+            return torch.empty(p.shape).uniform_(low, high, generator=generator)
+
+        for name, p in self.named_parameters():
+            if name.endswith("linear_attn.norm.weight"):
+                p.fill_(1.0)
+            elif name.endswith(("A_log",)):
+                p.copy_(uniform(p, 1.0, 16.0).log())
+            elif name.endswith("dt_bias"):
+                step = uniform(p, math.log(1e-3), math.log(0.1)).exp()
+                p.copy_(step + torch.log(-torch.expm1(-step)))
+            elif "norm" in name.rsplit(".", 2)[-2] or name.endswith("ple.conv1d.weight"):
+                p.zero_()
+            elif name.endswith("conv1d.weight"):
+                p.copy_(uniform(p, -0.5, 0.5))
+            elif name in ("embed_tokens.weight",):
+                normal(p, 0.3)
+            elif name.endswith(
+                ("lm_head.weight", "ngram_embedding.weight", "gate.weight", "block_inject_weight.weight")
+            ):
+                normal(p, 0.02)
+            else:
+                normal(p, 0.5 * p.shape[-1] ** -0.5)
+
+    def compile_blocks(self) -> None:
+        """Compiles each kind of block once (parameters are inputs, so equal blocks share their code)."""
+        torch._dynamo.config.cache_size_limit = 64
+        for layer in [*self.layers, *self.mtp.layers]:
+            layer.compile(dynamic=False)
+        self.layers[1].ple.compile(dynamic=False)
+        self.cross_entropy = torch.compile(self.cross_entropy, dynamic=False)  # type: ignore[method-assign]
+
+    def hidden(
+        self, ids_BT: torch.Tensor, picked_R: torch.Tensor, sparse: bool = False
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+        """(streams_BTSH before the final mixer, (balance, distil, shares) of each layer). T: a multiple of 64."""
+        cos, sin = self.cos[: ids_BT.shape[1]], self.sin[: ids_BT.shape[1]]
+        x = F.embedding(ids_BT, self.embed_tokens.weight).unsqueeze(2).repeat(1, 1, self.c.streams, 1)
+        facts = []
+        for index, layer in enumerate(self.layers):
+            if index == 1:
+                x = layer.ple(x, layer.ple.lookup(ids_BT))
+            x, *fact = layer(x, cos, sin, picked_R, sparse)
+            facts.append(tuple(fact))
+        return x, facts
+
+    def drafted(
+        self, x: torch.Tensor, next_BT: torch.Tensor, picked_R: torch.Tensor, sparse: bool = False
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The draft block's streams for the same rows, given each row's next token."""
+        cos, sin = self.cos[: next_BT.shape[1]], self.sin[: next_BT.shape[1]]
+        y = self.mtp.combine(x, F.embedding(next_BT, self.embed_tokens.weight))
+        y, *fact = self.mtp.layers[0](y, cos, sin, picked_R, sparse)
+        return y, tuple(fact)
+
+    def logits(self, x: torch.Tensor, draft: bool = False) -> torch.Tensor:
+        """logits_BTV (FP32) from streams."""
+        mixer = self.mtp.hyper_connection_mixer if draft else self.hyper_connection_mixer
+        return F.linear(mixer.read(x)[0], self.lm_head.weight).float()
+
+    def cross_entropy(self, x: torch.Tensor, targets: torch.Tensor, draft: bool) -> torch.Tensor:
+        """nats_BT of the targets."""
+        logits = self.logits(x, draft)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+
+    def forward(self, window_BT2: torch.Tensor, picked_R: torch.Tensor, draft_weight: float) -> Outputs:
+        ids, targets, beyond = window_BT2[:, :-2], window_BT2[:, 1:-1], window_BT2[:, 2:]
+        x, facts = self.hidden(ids, picked_R)
+        y, fact = self.drafted(x, targets, picked_R)
+        main = self.cross_entropy(x, targets, False).mean()
+        draft = self.cross_entropy(y, beyond, True).mean()
+        facts.append(fact)
+        balance = torch.stack([f[0] for f in facts]).mean()
+        distil = torch.stack([f[1] for f in facts]).sum()
+        loss = main + draft_weight * draft + 0.01 * balance + 0.1 * distil
+        return Outputs(loss, main.detach(), draft.detach(), balance.detach(), distil.detach(),
+                       torch.stack([f[2] for f in facts]).detach())  # fmt: skip

@@ -1,0 +1,259 @@
+"""Trains the small model: one command a part, time-boxed, resumable, evaluated at its end.
+
+    python tools/train/train.py --tokens DIR --state DIR --out DIR --seconds 430 --total-seconds 860
+
+``--state`` keeps the whole state (weights in FP32, momenta, step) where the next part finds it; ``--out`` receives the
+BF16 checkpoint, ``log.jsonl``, ``loss.png`` and ``figures.json``. If ``--state`` is empty and ``--weights`` names an
+exported checkpoint, the run goes on from those weights with fresh momenta. The schedule is warm-up by steps, then a
+constant rate, then a decay to zero over the last share of ``--total-seconds`` of training, by the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from checkpoint import config_of, export, import_weights
+from data import Batches, load_stream
+from measure import Measures
+from model import Config, TrainModel
+from optimiser import Optimiser
+from tokenizers import Tokenizer
+
+WARM_STEPS = 30
+DECAY_SHARE = 0.35
+DRAFT_WEIGHT = 0.3
+INDEX_ROWS = 16  # one row in sixteen teaches the index, another one each step
+
+TINY: dict[str, Any] = {
+    "hidden": 96,
+    "layers": 4,
+    "heads": 2,
+    "head_width": 32,
+    "kv_heads": 1,
+    "delta_key_heads": 2,
+    "delta_value_heads": 3 * 2,
+    "delta_width": 16,
+    "experts": 12,
+    "expert_width": 64,
+    "shared_width": 64,
+    "rank": 16,
+    "ple_width": 64,
+    "ngram_base": 1024,
+    "index_width": 32,
+    "index_budget": 64,
+    "context": 256,
+}
+
+
+@dataclass
+class Progress:
+    """What a resumed part needs beside weights and momenta."""
+
+    step: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+
+
+def rate_scale(step: int, seconds: float, total: float) -> float:
+    """Warm-up, hold, linear decay to zero."""
+    left = max(0.0, total - seconds) / (DECAY_SHARE * total)
+    return min(1.0, (step + 1) / WARM_STEPS) * min(1.0, left)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+class Trainer:
+    """One run: model, optimiser, batches, log."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
+        torch.set_float32_matmul_precision("high")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        meta = json.loads((args.tokens / "meta.json").read_text())
+        config = config_of(meta)
+        if args.tiny:
+            config = Config(**{**config.to_dict(), "eos": config.eos, **TINY})
+        self.length = min(args.length, config.context)
+        self.model = TrainModel(config)
+        self.model.initialise(args.seed)
+        self.model.to(self.device)
+        self.progress = Progress()
+        state = args.state / "state.pt"
+        if not state.exists() and args.weights:
+            import_weights(self.model, args.weights)
+        self.optimiser = Optimiser(self.model)
+        if state.exists():
+            self._load(state)
+        self.batches = Batches(args.tokens, args.rows, self.length, args.seed, self.device)
+        self.meta = meta
+        self.log: list[dict[str, Any]] = []
+        if self.device.type == "cuda" and not args.eager:
+            self.model.compile_blocks()
+
+    def _load(self, path: Path) -> None:
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimiser.load(state["optimiser"])
+        self.progress = Progress(**state["progress"])
+
+    def save(self) -> None:
+        self.args.state.mkdir(parents=True, exist_ok=True)
+        state = {
+            "model": self.model.state_dict(),
+            "optimiser": self.optimiser.state(),
+            "progress": vars(self.progress),
+        }
+        torch.save(state, self.args.state / "state.part")
+        (self.args.state / "state.part").replace(self.args.state / "state.pt")
+
+    def step(self) -> dict[str, torch.Tensor]:
+        """One step; its figures stay on the device."""
+        p = self.progress
+        picked = torch.arange(p.step % INDEX_ROWS, self.length, INDEX_ROWS, device=self.device)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+            out = self.model(self.batches.batch(p.step), picked, DRAFT_WEIGHT)
+        out.loss.backward()
+        norm = self.optimiser.clip(1.0)
+        self.optimiser.step(rate_scale(p.step, p.seconds, self.args.total_seconds))
+        p.step += 1
+        p.tokens += self.args.rows * self.length
+        uniform = out.shares_LE * self.model.c.experts
+        return {
+            "main": out.main,
+            "draft": out.draft,
+            "balance": out.balance,
+            "distil": out.distil,
+            "norm": norm,
+            "least_used": uniform.min(),
+        }
+
+    def run(self) -> None:
+        """Steps until the part's seconds are spent (the first step, with its compilation, included)."""
+        args, p = self.args, self.progress
+        start = time.perf_counter()
+        before = p.seconds
+        pending: list[tuple[int, float, dict[str, torch.Tensor]]] = []
+        mark_time, mark_tokens = start, p.tokens
+        while time.perf_counter() - start < args.seconds and (args.steps is None or p.step < args.steps):
+            figures = self.step()
+            pending.append((p.step, p.seconds, figures))
+            if p.step % 10 == 0 or p.step == 1:
+                synchronise(self.device)
+                now = time.perf_counter()
+                rate = (p.tokens - mark_tokens) / (now - mark_time)
+                mark_time, mark_tokens = now, p.tokens
+                self._flush(pending, rate)
+                p.seconds = before + now - start
+        synchronise(self.device)
+        self._flush(pending, 0.0)
+        p.seconds = before + time.perf_counter() - start
+
+    def _flush(self, pending: list[tuple[int, float, dict[str, torch.Tensor]]], rate: float) -> None:
+        for step, seconds, figures in pending:
+            entry = {"step": step, "seconds": round(seconds, 1)} | {k: round(float(v), 5) for k, v in figures.items()}
+            if not math.isfinite(entry["main"]):
+                sys.exit(f"the loss of step {step} is not finite")
+            self.log.append(entry)
+            if step <= 20 or step % 50 == 0:
+                entry["tokens_per_second"] = round(rate)
+                print(json.dumps(entry), flush=True)
+        pending.clear()
+
+    def finish(self) -> None:
+        """Saves, exports, evaluates, plots."""
+        args, start = self.args, time.perf_counter()
+        args.out.mkdir(parents=True, exist_ok=True)
+        self.save()
+        hashes = export(self.model, args.out)
+        with (args.state / "log.jsonl").open("a") as file:
+            file.writelines(json.dumps(e) + "\n" for e in self.log)
+        log = [json.loads(line) for line in (args.state / "log.jsonl").read_text().splitlines()]
+        (args.out / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in log))
+        plot(log, args.out / "loss.png")
+        figures: dict[str, Any] = vars(self.progress) | {
+            "parameters": sum(q.numel() for q in self.model.parameters()),
+            "epochs_of_code": round(self.batches.epochs(self.progress.step), 2),
+            "sha256": hashes,
+            "first_20_losses": [e["main"] for e in log[:20]],
+        }
+        if self.device.type == "cuda":
+            figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        print(json.dumps(figures), flush=True)
+        heldout = load_stream(args.tokens, "heldout")
+        tokenizer = Tokenizer.from_file(str(args.tokens / "tokenizer.json"))
+        measures = Measures(self.model, self.meta, heldout, tokenizer, args.eval_windows)
+        wanted = [measures.text, measures.retrieval]
+        for measure in wanted + ([measures.completions, measures.chats] if args.generate else []):
+            figures |= measure()
+            print(json.dumps(figures | {"sha256": None}), f"{time.perf_counter() - start:.1f} s", flush=True)
+            (args.out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def plot(log: list[dict[str, Any]], path: Path) -> None:
+    """The loss curve; left out where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    steps = np.array([e["step"] for e in log])
+    for name in ("main", "draft", "distil"):
+        values = np.array([e[name] for e in log])
+        width = max(1, min(50, len(values) // 10))
+        smooth = np.convolve(values, np.ones(width) / width, mode="valid")
+        axes.plot(steps[width - 1 :], smooth, label={"main": "next token", "draft": "draft", "distil": "index"}[name])
+    axes.set(xlabel="step", ylabel="nats a token", ylim=(0, 6))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=Path, required=True, help="folder written by pack.py, with tokenizer.json")
+    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--weights", type=Path, help="an exported checkpoint to go on from when --state is empty")
+    parser.add_argument("--seconds", type=float, required=True, help="of this part")
+    parser.add_argument("--total-seconds", type=float, required=True, help="of all parts; sets the decay")
+    parser.add_argument("--steps", type=int, help="stop at this step (a rehearsal)")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--eval-windows", type=int, help="held-out windows to measure (default: all)")
+    parser.add_argument("--generate", action="store_true", help="measure completions and chats too")
+    parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--tiny", action="store_true", help="a model a tenth as large, for a rehearsal")
+    parser.add_argument("--cpu", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is asked for
+    trainer = Trainer(arguments())
+    trainer.run()
+    trainer.finish()
+
+
+if __name__ == "__main__":
+    main()
