@@ -1,7 +1,7 @@
 // Routed experts on the CPU: the shape of a blob, prepared rows, and one table of kernels a level and format.
 //
-// A prepared row is a row as kernels read it: for NVFP4 and Q8_0 the codes in the order in which blobs hold weights,
-// then a scale and a correction for each 16; for BF16 the FP32 values. Widths are padded to 64 with zeros.
+// A prepared row is a row as kernels read it: for NVFP4 and Q8_0 groups of 16 codes, in the order in which blobs hold
+// weights, with their scale and correction; for BF16 the FP32 values. Widths are padded to 64 with zeros.
 // This header is shared by the driver (expert.cpp) and the kernels of every level; it must not know Python.
 #pragma once
 
@@ -34,17 +34,12 @@ struct ExpertShape {
     long row_bytes(long superblocks) const { return superblocks * exact::kSuperblock * (format == kBf16 ? 8 : 3) / 2; }
 };
 
-// Where the parts of a prepared row of NVFP4 or Q8_0 lie.
-struct CodedRow {
-    const int8_t* codes;
-    const float* scales;
-    const int32_t* corrections;
-
-    CodedRow() = default;
-    CodedRow(const void* row, long superblocks)
-        : codes(static_cast<const int8_t*>(row)),
-          scales(reinterpret_cast<const float*>(codes + superblocks * exact::kSuperblock)),
-          corrections(reinterpret_cast<const int32_t*>(scales + superblocks * exact::kSuperblock / exact::kGroup)) {}
+// Sixteen activations of a prepared row of NVFP4 or Q8_0: all that a block of weights needs lies together, so that
+// a kernel holds one address a row.
+struct CodedGroup {
+    int8_t codes[exact::kGroup];
+    float scale;
+    int32_t correction;
 };
 
 struct ExpertKernels {

@@ -18,11 +18,25 @@ struct Isa {
     static Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
     static Floats spread(const float* x) { return _mm256_broadcast_ss(x); }
     static void store(float* out, Floats x) { _mm256_storeu_ps(out, x); }
+    // Stores x with 0 for what is not finite. Returns whether all were finite.
+    static bool store_finite(float* out, Floats x) {
+        const __m256i infinity = _mm256_set1_epi32(0x7F800000);
+        const __m256i bits = _mm256_castps_si256(x);
+        const __m256i bad = _mm256_cmpeq_epi32(_mm256_and_si256(bits, infinity), infinity);
+        _mm256_storeu_ps(out, _mm256_castsi256_ps(_mm256_andnot_si256(bad, bits)));
+        return _mm256_testz_si256(bad, bad) != 0;
+    }
     static Bytes load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static Bytes spread_codes(const int8_t* codes) {
         int32_t four;
         __builtin_memcpy(&four, codes, 4);
         return _mm256_set1_epi32(four);
+    }
+
+    // Keeps the compiler from turning a chain of integer sums into a tree, whose leaves do not fit the registers.
+    static Ints in_order(Ints x) {
+        asm("" : "+x"(x));
+        return x;
     }
 
     // Codes become 12 + 2 * E2M1 in 0..24, so that they can be the unsigned operand of maddubs; the correction
@@ -39,7 +53,7 @@ struct Isa {
         odd = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low));
     }
     static Ints dot_nibbles(Ints acc, Bytes weights, const int8_t* codes) {
-        return _mm256_add_epi16(acc, _mm256_maddubs_epi16(weights, spread_codes(codes)));
+        return in_order(_mm256_add_epi16(acc, _mm256_maddubs_epi16(weights, spread_codes(codes))));
     }
     static Floats finish_nibbles(Ints acc) {
         return _mm256_cvtepi32_ps(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)));
@@ -57,7 +71,7 @@ struct Isa {
     static Ints dot_bytes(Ints acc, Bytes weights, const int8_t* codes) {
         const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights),
                                                    _mm256_sign_epi8(spread_codes(codes), weights));
-        return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        return in_order(_mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
     }
     static Floats finish_bytes(Ints acc) { return _mm256_cvtepi32_ps(acc); }
     static Floats load_half(const uint8_t* p) {

@@ -18,6 +18,14 @@ struct Isa {
     static Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
     static Floats spread(const float* x) { return _mm512_set1_ps(*x); }
     static void store(float* out, Floats x) { _mm512_storeu_ps(out, x); }
+    // Stores x with 0 for what is not finite. Returns whether all were finite.
+    static bool store_finite(float* out, Floats x) {
+        const __m512i infinity = _mm512_set1_epi32(0x7F800000);
+        const __m512i bits = _mm512_castps_si512(x);
+        const __mmask16 good = _mm512_cmpneq_epi32_mask(_mm512_and_si512(bits, infinity), infinity);
+        _mm512_storeu_ps(out, _mm512_maskz_mov_ps(good, x));
+        return good == 0xFFFF;
+    }
     static Bytes load(const uint8_t* p) { return _mm512_loadu_si512(p); }
     static Ints dot(Ints acc, Bytes weights, const int8_t* codes) {
         int32_t four;

@@ -18,6 +18,14 @@ struct Isa {
     static Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
     static Floats spread(const float* x) { return _mm256_broadcast_ss(x); }
     static void store(float* out, Floats x) { _mm256_storeu_ps(out, x); }
+    // Stores x with 0 for what is not finite. Returns whether all were finite.
+    static bool store_finite(float* out, Floats x) {
+        const __m256i infinity = _mm256_set1_epi32(0x7F800000);
+        const __m256i bits = _mm256_castps_si256(x);
+        const __m256i bad = _mm256_cmpeq_epi32(_mm256_and_si256(bits, infinity), infinity);
+        _mm256_storeu_ps(out, _mm256_castsi256_ps(_mm256_andnot_si256(bad, bits)));
+        return _mm256_testz_si256(bad, bad) != 0;
+    }
     static Bytes load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static Ints dot(Ints acc, Bytes weights, const int8_t* codes) {
         int32_t four;

@@ -9,239 +9,301 @@ constexpr int kLanes = Isa::kLanes;
 constexpr int kHalves = exact::kGroup / kLanes;
 // Rows of activations that one reading of the weights serves: as many as leave accumulators in registers.
 constexpr int kRowsAtOnce = 4;
+constexpr int kSegmentSuperblocks = exact::kSegment / exact::kSuperblock;
+
+#define STRATA_INLINE __attribute__((always_inline))
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wignored-attributes"  // a vector type as a template argument
 
 using Floats = Isa::Floats;
+using Ints = Isa::Ints;
+typedef int8_t Codes __attribute__((vector_size(16)));
+
+// Up to four values that stay in registers: an array indexed by a loop would live in memory.
+template <class T>
+struct Four {
+    T v0, v1, v2, v3;
+
+    template <int i>
+    T& at() {
+        if constexpr (i == 0) return v0;
+        else if constexpr (i == 1) return v1;
+        else if constexpr (i == 2) return v2;
+        else return v3;
+    }
+};
+
+template <int i>
+struct Index {
+    static constexpr int value = i;
+    constexpr operator int() const { return i; }
+};
+
+// Calls f(Index<0>), ..., f(Index<R - 1>).
+template <int R, int i = 0, class F>
+STRATA_INLINE inline void each(F&& f) {
+    f(Index<i>{});
+    if constexpr (i + 1 < R) each<R, i + 1>(f);
+}
 
 struct Nvfp4 {
     static constexpr long kBytes = 576;
-    using Row = CodedRow;
+    using Row = const CodedGroup*;
 
+    // Adds the products of one superblock of 16 rows (or half of them) to acc.
     template <int R>
-    static void add(const uint8_t* p, int half, const Row* rows, long superblock, Floats* acc) {
+    STRATA_INLINE static void add(const uint8_t* p, int half, const Row* rows, long superblock, Four<Floats>& acc) {
         for (int block = 0; block < 4; ++block) {
             const long at = superblock * 4 + block;
-            Isa::Ints dot[R];
-            for (int r = 0; r < R; ++r) dot[r] = Isa::start_nibbles(rows[r].corrections + at);
-            for (int step = 0; step < 2; ++step) {
+            const uint8_t* codes = p + block * 128 + half * kLanes * 4;
+            Four<Ints> dot;
+            each<R>([&](auto r) STRATA_INLINE { dot.template at<r>() = Isa::start_nibbles(&rows[r][at].correction); });
+            each<2>([&](auto step) STRATA_INLINE {
                 Isa::Bytes even, odd;
-                Isa::load_nibbles(p + block * 128 + step * 64 + half * kLanes * 4, even, odd);
-                for (int r = 0; r < R; ++r) {
-                    const int8_t* codes = rows[r].codes + at * 16 + step * 8;
-                    dot[r] = Isa::dot_nibbles(dot[r], even, codes);
-                    dot[r] = Isa::dot_nibbles(dot[r], odd, codes + 4);
-                }
-            }
+                Isa::load_nibbles(codes + step * 64, even, odd);
+                each<R>([&](auto r) STRATA_INLINE {
+                    Ints& sum = dot.template at<r>();
+                    sum = Isa::dot_nibbles(sum, even, rows[r][at].codes + step * 8);
+                    sum = Isa::dot_nibbles(sum, odd, rows[r][at].codes + step * 8 + 4);
+                });
+            });
             const Floats scale = Isa::load_e4m3(p + 512 + block * 16 + half * kLanes);
-            for (int r = 0; r < R; ++r)
-                acc[r] = Isa::fused(Isa::finish_nibbles(dot[r]), Isa::product(scale, Isa::spread(rows[r].scales + at)),
-                                    acc[r]);
+            each<R>([&](auto r) STRATA_INLINE {
+                const Floats factor = Isa::product(scale, Isa::spread(&rows[r][at].scale));
+                Floats& sum = acc.template at<r>();
+                sum = Isa::fused(Isa::finish_nibbles(dot.template at<r>()), factor, sum);
+            });
         }
     }
 
     // Blobs hold the even weights of eight, then the odd ones.
-    static int place(int i) { return (i & 8) | ((i & 1) << 2) | ((i & 7) >> 1); }
+    static Codes arrange(Codes codes) {
+        return __builtin_shuffle(codes, Codes{0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15});
+    }
     static int32_t correction(int sum) { return Isa::correct_nibbles(sum); }
     static float unit(float tensor_scale) { return exact::product(tensor_scale, exact::kNvfp4Unit); }
 };
 
 struct Q8 {
     static constexpr long kBytes = 1088;
-    using Row = CodedRow;
+    using Row = const CodedGroup*;
 
     template <int R>
-    static void add(const uint8_t* p, int half, const Row* rows, long superblock, Floats* acc) {
+    STRATA_INLINE static void add(const uint8_t* p, int half, const Row* rows, long superblock, Four<Floats>& acc) {
         for (int block = 0; block < 4; ++block) {
             const long at = superblock * 4 + block;
-            Isa::Ints dot[R];
-            for (int r = 0; r < R; ++r) dot[r] = Isa::start_bytes(rows[r].corrections + at);
-            for (int step = 0; step < 4; ++step) {
+            Four<Ints> dot;
+            each<R>([&](auto r) STRATA_INLINE { dot.template at<r>() = Isa::start_bytes(&rows[r][at].correction); });
+            each<4>([&](auto step) STRATA_INLINE {
                 const Isa::Bytes weights = Isa::load_bytes(p + block * 256 + step * 64 + half * kLanes * 4);
-                for (int r = 0; r < R; ++r)
-                    dot[r] = Isa::dot_bytes(dot[r], weights, rows[r].codes + at * 16 + step * 4);
-            }
+                each<R>([&](auto r) STRATA_INLINE {
+                    Ints& sum = dot.template at<r>();
+                    sum = Isa::dot_bytes(sum, weights, rows[r][at].codes + step * 4);
+                });
+            });
             const Floats scale = Isa::load_half(p + 1024 + (block / 2) * 32 + half * kLanes * 2);
-            for (int r = 0; r < R; ++r)
-                acc[r] = Isa::fused(Isa::finish_bytes(dot[r]), Isa::product(scale, Isa::spread(rows[r].scales + at)),
-                                    acc[r]);
+            each<R>([&](auto r) STRATA_INLINE {
+                const Floats factor = Isa::product(scale, Isa::spread(&rows[r][at].scale));
+                Floats& sum = acc.template at<r>();
+                sum = Isa::fused(Isa::finish_bytes(dot.template at<r>()), factor, sum);
+            });
         }
     }
 
-    static int place(int i) { return i; }
+    static Codes arrange(Codes codes) { return codes; }
     static int32_t correction(int sum) { return Isa::correct_bytes(sum); }
     static float unit(float tensor_scale) { return tensor_scale; }
 };
 
-struct PlainRow {
-    const float* values;
-    PlainRow() = default;
-    PlainRow(const void* row, long) : values(static_cast<const float*>(row)) {}
-};
-
 struct Bf16 {
     static constexpr long kBytes = 2048;
-    using Row = PlainRow;
+    using Row = const float*;
 
     template <int R>
-    static void add(const uint8_t* p, int half, const Row* rows, long superblock, Floats* acc) {
+    STRATA_INLINE static void add(const uint8_t* p, int half, const Row* rows, long superblock, Four<Floats>& acc) {
         for (int pair = 0; pair < exact::kSuperblock / 2; ++pair) {
             Floats low, high;
             Isa::load_bf16_pairs(p + pair * 64 + half * kLanes * 4, low, high);
-            for (int r = 0; r < R; ++r) {
-                const float* x = rows[r].values + superblock * exact::kSuperblock + pair * 2;
-                acc[r] = Isa::fused(low, Isa::spread(x), acc[r]);
-                acc[r] = Isa::fused(high, Isa::spread(x + 1), acc[r]);
-            }
+            each<R>([&](auto r) STRATA_INLINE {
+                const float* x = rows[r] + superblock * exact::kSuperblock + pair * 2;
+                Floats& sum = acc.template at<r>();
+                sum = Isa::fused(low, Isa::spread(x), sum);
+                sum = Isa::fused(high, Isa::spread(x + 1), sum);
+            });
         }
     }
 
     static float unit(float tensor_scale) { return tensor_scale; }
 };
 
-// Sixteen FP32 results of one group for each of R rows: the segments' sums in order, times the tensor scale.
+// The results of one group for each of R rows: the segments' sums in order, times the tensor scale.
 template <class Format, int R>
-void multiply(const uint8_t* group, long superblocks, const typename Format::Row* rows, float unit, float (*out)[16]) {
-    Floats total[kHalves][R];
-    for (int half = 0; half < kHalves; ++half)
-        for (int r = 0; r < R; ++r) total[half][r] = Isa::zero();
-    for (long first = 0; first < superblocks; first += exact::kSegment / exact::kSuperblock) {
-        const long last = first + exact::kSegment / exact::kSuperblock;
+STRATA_INLINE inline void multiply(const uint8_t* group, long superblocks, const typename Format::Row* rows, float unit,
+                                   Four<Floats>* total) {
+    each<kHalves>([&](auto half) STRATA_INLINE {
+        each<R>([&](auto r) STRATA_INLINE { total[half].template at<r>() = Isa::zero(); });
+    });
+    for (long first = 0; first < superblocks; first += kSegmentSuperblocks) {
+        const long last = first + kSegmentSuperblocks;
         const long end = last < superblocks ? last : superblocks;
-        for (int half = 0; half < kHalves; ++half) {
-            Floats acc[R];
-            for (int r = 0; r < R; ++r) acc[r] = Isa::zero();
+        each<kHalves>([&](auto half) STRATA_INLINE {
+            Four<Floats> acc;
+            each<R>([&](auto r) STRATA_INLINE { acc.template at<r>() = Isa::zero(); });
             for (long s = first; s < end; ++s) Format::template add<R>(group + s * Format::kBytes, half, rows, s, acc);
-            for (int r = 0; r < R; ++r) total[half][r] = Isa::sum(total[half][r], acc[r]);
-        }
+            each<R>([&](auto r) STRATA_INLINE {
+                Floats& sum = total[half].template at<r>();
+                sum = Isa::sum(sum, acc.template at<r>());
+            });
+        });
     }
-    for (int half = 0; half < kHalves; ++half)
-        for (int r = 0; r < R; ++r)
-            Isa::store(out[r] + half * kLanes, Isa::product(total[half][r], Isa::spread(&unit)));
+    each<kHalves>([&](auto half) STRATA_INLINE {
+        each<R>([&](auto r) STRATA_INLINE {
+            Floats& sum = total[half].template at<r>();
+            sum = Isa::product(sum, Isa::spread(&unit));
+        });
+    });
 }
 
+// Quantises 16 values. Returns whether all are finite.
 template <class Format>
-void multiply_rows(const uint8_t* group, long superblocks, const typename Format::Row* rows, int count, float unit,
-                   float (*out)[16]) {
-    switch (count) {
-        case 1: return multiply<Format, 1>(group, superblocks, rows, unit, out);
-        case 2: return multiply<Format, 2>(group, superblocks, rows, unit, out);
-        case 3: return multiply<Format, 3>(group, superblocks, rows, unit, out);
-        default: return multiply<Format, 4>(group, superblocks, rows, unit, out);
-    }
-}
-
-// Quantises group `at` of a prepared row from 16 values. Returns whether all are finite.
-template <class Format>
-bool prepare_group(const float* x, long at, const CodedRow& row) {
+bool prepare_group(const float* x, CodedGroup* out) {
     unsigned largest = 0;
     for (int i = 0; i < exact::kGroup; ++i) {
         const unsigned size = exact::magnitude(x[i]);
         largest = size > largest ? size : largest;
     }
     const exact::GroupScale group = exact::group_scale(largest);
-    int codes[exact::kGroup];
-    for (int i = 0; i < exact::kGroup; ++i) codes[i] = exact::nearest(exact::product(x[i], group.inverse));
-    auto* out = const_cast<int8_t*>(row.codes) + at * exact::kGroup;
+    const int counts = group.scale != 0.0f ? -1 : 0;  // NaN times 0 is no integer
+    int8_t codes[exact::kGroup];
     int total = 0;
     for (int i = 0; i < exact::kGroup; ++i) {
-        const int code = group.scale != 0.0f ? codes[i] : 0;  // NaN times 0 is no integer
-        out[Format::place(i)] = static_cast<int8_t>(code);
+        const int code = exact::nearest(exact::product(x[i], group.inverse)) & counts;
+        codes[i] = static_cast<int8_t>(code);
         total += code;
     }
-    const_cast<float*>(row.scales)[at] = group.scale;
-    const_cast<int32_t*>(row.corrections)[at] = Format::correction(total);
+    Codes natural;
+    __builtin_memcpy(&natural, codes, sizeof natural);
+    const Codes arranged = Format::arrange(natural);
+    __builtin_memcpy(out->codes, &arranged, sizeof arranged);
+    out->scale = group.scale;
+    out->correction = Format::correction(total);
     return group.finite;
 }
 
-bool prepare_group_of(Nvfp4*, const float* x, long at, const CodedRow& row) { return prepare_group<Nvfp4>(x, at, row); }
-bool prepare_group_of(Q8*, const float* x, long at, const CodedRow& row) { return prepare_group<Q8>(x, at, row); }
-
-bool prepare_group_of(Bf16*, const float* x, long at, const PlainRow& row) {
-    float* out = const_cast<float*>(row.values) + at * exact::kGroup;
-    unsigned largest = 0;
-    for (int i = 0; i < exact::kGroup; ++i) {
-        const unsigned size = exact::magnitude(x[i]);
-        largest = size > largest ? size : largest;
-        out[i] = x[i];
+template <class Format>
+struct Prepared {
+    static bool group(const float* x, long at, void* row) {
+        return prepare_group<Format>(x, static_cast<CodedGroup*>(row) + at);
     }
-    return largest < exact::kInfinity;
-}
+};
+
+template <>
+struct Prepared<Bf16> {
+    static bool group(const float* x, long at, void* row) {
+        float* out = static_cast<float*>(row) + at * exact::kGroup;
+        unsigned largest = 0;
+        for (int i = 0; i < exact::kGroup; ++i) {
+            const unsigned size = exact::magnitude(x[i]);
+            largest = size > largest ? size : largest;
+            out[i] = x[i];
+        }
+        return largest < exact::kInfinity;
+    }
+};
 
 template <class Format>
-int prepare(const float* x, long width, long superblocks, void* memory) {
-    const typename Format::Row row(memory, superblocks);
+int prepare(const float* x, long width, long superblocks, void* row) {
     bool finite = true;
     const long groups = superblocks * exact::kSuperblock / exact::kGroup;
     const long whole = width / exact::kGroup;
-    for (long at = 0; at < whole; ++at)
-        finite &= prepare_group_of(static_cast<Format*>(nullptr), x + at * exact::kGroup, at, row);
+    for (long at = 0; at < whole; ++at) finite &= Prepared<Format>::group(x + at * exact::kGroup, at, row);
     for (long at = whole; at < groups; ++at) {
         float rest[exact::kGroup] = {};
         for (long i = at * exact::kGroup; i < width; ++i) rest[i - at * exact::kGroup] = x[i];
-        finite &= prepare_group_of(static_cast<Format*>(nullptr), rest, at, row);
+        finite &= Prepared<Format>::group(rest, at, row);
     }
     return finite ? 0 : 1;
 }
 
 void raise_flag(uint8_t* flag) { __atomic_store_n(flag, 1, __ATOMIC_RELAXED); }
 
+// One group of gate and up for R rows; h receives 16 activations a row.
+template <class Format, int R>
+void gate_up_group(const ExpertShape& shape, const uint8_t* blob, float gate_unit, float up_unit, long group,
+                   const void* const* x, void* const* h, uint8_t* const* flags) {
+    const uint8_t* weights = blob + group * 2 * shape.wide_bytes();
+    typename Format::Row rows[R];
+    for (int r = 0; r < R; ++r) rows[r] = static_cast<typename Format::Row>(x[r]);
+    alignas(64) float values[2][R][exact::kGroup];
+    for (int part = 0; part < 2; ++part) {
+        Four<Floats> total[kHalves];
+        multiply<Format, R>(weights + part * shape.wide_bytes(), shape.hidden_superblocks(), rows,
+                            part == 0 ? gate_unit : up_unit, total);
+        each<kHalves>([&](auto half) STRATA_INLINE {
+            each<R>([&](auto r) STRATA_INLINE {
+                Isa::store(values[part][r] + half * kLanes, total[half].template at<r>());
+            });
+        });
+    }
+    for (int r = 0; r < R; ++r) {
+        alignas(64) float inside[exact::kGroup];
+        for (int i = 0; i < exact::kGroup; ++i)
+            inside[i] = exact::product(exact::silu(values[0][r][i]), values[1][r][i]);
+        if (!Prepared<Format>::group(inside, group, h[r])) raise_flag(flags[r]);
+    }
+}
+
 template <class Format>
 void gate_up(const ExpertShape& shape, const uint8_t* blob, float gate_scale, float up_scale, long begin, long end,
              const void* const* x, void* const* h, long count, uint8_t* const* flags) {
-    const long superblocks = shape.hidden_superblocks(), inner = shape.inner_superblocks();
     const float gate_unit = Format::unit(gate_scale), up_unit = Format::unit(up_scale);
-    for (long group = begin; group < end; ++group) {
-        const uint8_t* gate = blob + group * 2 * shape.wide_bytes();
-        for (long first = 0; first < count; first += kRowsAtOnce) {
-            const int now = static_cast<int>(count - first < kRowsAtOnce ? count - first : kRowsAtOnce);
-            typename Format::Row rows[kRowsAtOnce];
-            for (int r = 0; r < now; ++r) rows[r] = typename Format::Row(x[first + r], superblocks);
-            alignas(64) float gates[kRowsAtOnce][16], ups[kRowsAtOnce][16];
-            multiply_rows<Format>(gate, superblocks, rows, now, gate_unit, gates);
-            multiply_rows<Format>(gate + shape.wide_bytes(), superblocks, rows, now, up_unit, ups);
-            for (int r = 0; r < now; ++r) {
-                alignas(64) float inside[16];
-                for (int i = 0; i < 16; ++i) inside[i] = exact::product(exact::silu(gates[r][i]), ups[r][i]);
-                const typename Format::Row row(h[first + r], inner);
-                if (!prepare_group_of(static_cast<Format*>(nullptr), inside, group, row)) raise_flag(flags[first + r]);
+    for (long group = begin; group < end; ++group)
+        for (long r = 0; r < count; r += kRowsAtOnce) switch (count - r) {
+                case 1: gate_up_group<Format, 1>(shape, blob, gate_unit, up_unit, group, x + r, h + r, flags + r); break;
+                case 2: gate_up_group<Format, 2>(shape, blob, gate_unit, up_unit, group, x + r, h + r, flags + r); break;
+                case 3: gate_up_group<Format, 3>(shape, blob, gate_unit, up_unit, group, x + r, h + r, flags + r); break;
+                default: gate_up_group<Format, 4>(shape, blob, gate_unit, up_unit, group, x + r, h + r, flags + r);
             }
-        }
-    }
     if (end < shape.inner_groups()) return;
     // The last groups of a row that is no multiple of 64 wide.
     const float zeros[exact::kGroup] = {};
-    for (long at = end; at < inner * exact::kSuperblock / exact::kGroup; ++at)
-        for (long r = 0; r < count; ++r)
-            prepare_group_of(static_cast<Format*>(nullptr), zeros, at, typename Format::Row(h[r], inner));
+    for (long at = end; at < shape.inner_superblocks() * exact::kSuperblock / exact::kGroup; ++at)
+        for (long r = 0; r < count; ++r) Prepared<Format>::group(zeros, at, h[r]);
+}
+
+template <class Format, int R>
+void down_group(const ExpertShape& shape, const uint8_t* blob, float unit, long group, const void* const* h,
+                float* const* y, uint8_t* const* flags) {
+    typename Format::Row rows[R];
+    for (int r = 0; r < R; ++r) rows[r] = static_cast<typename Format::Row>(h[r]);
+    Four<Floats> total[kHalves];
+    multiply<Format, R>(blob + shape.down_offset() + group * shape.narrow_bytes(), shape.inner_superblocks(), rows, unit,
+                        total);
+    const long first = group * exact::kGroup, width = shape.hidden - first;
+    each<R>([&](auto r) STRATA_INLINE {
+        alignas(64) float last[exact::kGroup];
+        float* place = width < exact::kGroup ? last : y[r] + first;
+        bool finite = true;
+        each<kHalves>([&](auto half) STRATA_INLINE {
+            finite &= Isa::store_finite(place + half * kLanes, total[half].template at<r>());
+        });
+        if (!finite) raise_flag(flags[r]);
+        if (width < exact::kGroup)
+            for (long i = 0; i < width; ++i) y[r][first + i] = last[i];
+    });
 }
 
 template <class Format>
 void down(const ExpertShape& shape, const uint8_t* blob, float scale, long begin, long end, const void* const* h,
           float* const* y, long count, uint8_t* const* flags) {
-    const long inner = shape.inner_superblocks();
     const float unit = Format::unit(scale);
-    for (long group = begin; group < end; ++group) {
-        const uint8_t* weights = blob + shape.down_offset() + group * shape.narrow_bytes();
-        const long left = shape.hidden - group * exact::kGroup;
-        const int width = static_cast<int>(left < exact::kGroup ? left : exact::kGroup);
-        for (long first = 0; first < count; first += kRowsAtOnce) {
-            const int now = static_cast<int>(count - first < kRowsAtOnce ? count - first : kRowsAtOnce);
-            typename Format::Row rows[kRowsAtOnce];
-            for (int r = 0; r < now; ++r) rows[r] = typename Format::Row(h[first + r], inner);
-            alignas(64) float results[kRowsAtOnce][16];
-            multiply_rows<Format>(weights, inner, rows, now, unit, results);
-            for (int r = 0; r < now; ++r) {
-                unsigned largest = 0;
-                float kept[16];
-                for (int i = 0; i < 16; ++i) {
-                    const unsigned size = exact::magnitude(results[r][i]);
-                    largest = size > largest ? size : largest;
-                    kept[i] = size < exact::kInfinity ? results[r][i] : 0.0f;
-                }
-                if (largest >= exact::kInfinity) raise_flag(flags[first + r]);
-                __builtin_memcpy(y[first + r] + group * exact::kGroup, kept, sizeof(float) * width);
+    for (long group = begin; group < end; ++group)
+        for (long r = 0; r < count; r += kRowsAtOnce) switch (count - r) {
+                case 1: down_group<Format, 1>(shape, blob, unit, group, h + r, y + r, flags + r); break;
+                case 2: down_group<Format, 2>(shape, blob, unit, group, h + r, y + r, flags + r); break;
+                case 3: down_group<Format, 3>(shape, blob, unit, group, h + r, y + r, flags + r); break;
+                default: down_group<Format, 4>(shape, blob, unit, group, h + r, y + r, flags + r);
             }
-        }
-    }
 }
 
 int combine(const float* const* parts, const float* weights, long k, long width, float* y) {
@@ -265,6 +327,9 @@ int combine(const float* const* parts, const float* weights, long k, long width,
     }
     return largest < exact::kInfinity ? 0 : 1;
 }
+
+#pragma GCC diagnostic pop
+#undef STRATA_INLINE
 
 const ExpertKernels* table(int format) {
     static const ExpertKernels tables[kExpertFormats] = {

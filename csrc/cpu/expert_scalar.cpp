@@ -18,6 +18,12 @@ struct Isa {
     static float fused(float a, float b, float c) { return exact::fused(a, b, c); }
     static float spread(const float* x) { return *x; }
     static void store(float* out, float x) { *out = x; }
+    // Stores x, or 0 for what is not finite. Returns whether it was finite.
+    static bool store_finite(float* out, float x) {
+        const bool finite = exact::is_finite(x);
+        *out = finite ? x : 0.0f;
+        return finite;
+    }
 
     static int32_t dot(int32_t acc, Bytes weights, const int8_t* codes) {
         for (int i = 0; i < 4; ++i) acc += weights.of[i] * codes[i];
