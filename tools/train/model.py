@@ -340,7 +340,7 @@ class Shared(nn.Module):
 
 class MixtureOfExperts(nn.Module):
     """All experts as two wide products with the unpicked ones weighted zero: 24 small experts are cheaper so on
-    tensor cores than sorting rows by expert (decision 0056)."""
+    tensor cores than sorting rows by expert (probe.py measures both)."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
