@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import processors
@@ -176,9 +176,14 @@ def test_a_token_split_over_parts_stays_text(bytes_dir: Path) -> None:
     assert "<|im_start|>user\n<|im_start|><|im_end|>" in pipeline.chat([{"role": "user", "content": parts}]).text
 
 
+@settings(max_examples=400)
 @given(
     st.lists(st.sampled_from(["<", "<|", "im_start", "|>", ">", "think", "/", "\n", " ", "w"]), max_size=6).map("".join)
 )
+@example("think>w")
+@example("|im_start|> w")
+@example("w <|im_start")
+@example("im_start")
 def test_a_template_that_builds_tags_from_names_cannot_be_misled(bytes_dir: Path, name: str) -> None:
     tokenizer = Tokenizer.from_directory(bytes_dir)
     source = "{% for m in messages %}{{ '<' + m.content + '>' }}<{{ m.name }}|>{% endfor %}"

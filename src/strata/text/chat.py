@@ -114,9 +114,7 @@ class ChatTemplate:
             text = self._run("default", {**variables, "add_generation_prompt": False}, end)
         except RequestError:
             return None
-        rest = text.partition(end)[2].lstrip()
-        span = self._control.first(rest)
-        return rest[: span[1]] if span is not None and span[0] == 0 else None
+        return self._control.token_at_start(text.partition(end)[2].lstrip())
 
     def _run(self, name: str, variables: Mapping[str, Any], marks: str) -> str:
         template = self._templates.get(name)
@@ -151,7 +149,7 @@ class ChatTemplate:
             key: value if key == "role" else self._marked(value, mark) for key, value in message.items()
         }
         if message["role"] == "assistant" and isinstance(message.get("content"), str):
-            marked["content"] = self._control.mark(message["content"], mark, only=self._control.special)
+            marked["content"] = self._control.mark(message["content"], mark, special_only=True)
         return marked
 
     def _marked(self, value: Any, mark: str, key: str = "") -> Any:

@@ -44,28 +44,25 @@ class ControlText:
 
     def __init__(self, tokens: Iterable[ControlToken]) -> None:
         self._tokens: Mapping[str, ControlToken] = {token.text: token for token in tokens}
-        self.special = frozenset(token.text for token in self._tokens.values() if token.special)
-        by_length = sorted(self._tokens, key=len, reverse=True)
-        # A pattern that never matches stands for "no control tokens".
-        self._pattern = re.compile("|".join(re.escape(text) for text in by_length) or r"(?!)")
-        self._prefixes = {text[:length] for text in self._tokens for length in range(1, len(text))}
-        self._infixes = {
-            text[start:stop]
-            for text in self._tokens
-            for start in range(1, len(text))
-            for stop in range(start + 1, len(text) + 1)
-            if text[start:stop].strip()
-        }
+        self._pattern = _pattern(self._tokens)
+        self._special = _pattern(token.text for token in self._tokens.values() if token.special)
+        self._beginnings = {text[:length] for text in self._tokens for length in range(1, len(text))}
+        self._endings = {text[start:] for text in self._tokens for start in range(1, len(text))}
+        self._middles = {ending[:length] for ending in self._endings for length in range(1, len(ending))}
         self._longest = max((len(text) for text in self._tokens), default=0)
 
     def found_in(self, text: str) -> bool:
         """Whether a control token can be read anywhere in ``text``."""
         return self._pattern.search(text) is not None
 
-    def first(self, text: str) -> tuple[int, int] | None:
-        """Start and end of the first control token in ``text``."""
-        match = self._pattern.search(text)
-        return match.span() if match else None
+    def token_at_start(self, text: str) -> str | None:
+        """The control token that ``text`` begins with."""
+        match = self._pattern.match(text)
+        return match[0] if match else None
+
+    def pieces(self, text: str) -> list[str]:
+        """``text`` cut behind the first character of every control token, so that no piece holds one."""
+        return _cut(text, self._pattern)
 
     def mark_for(self, strings: Iterable[str]) -> str:
         """A noncharacter that none of ``strings`` contains."""
@@ -76,17 +73,26 @@ class ControlText:
             raise RequestError("the messages hold every one of the noncharacters U+FDD0 to U+FDEF", "remove them")
         return min(free)
 
-    def mark(self, text: str, mark: str, *, only: frozenset[str] | None = None) -> str:
-        """``text`` with ``mark`` inside every control token, and inside any end of it that could begin or continue
-        one together with what the template writes next to it. ``only`` limits this to the named tokens."""
-        marked = self._pattern.sub(lambda found: _broken(found[0], mark, only), text)
-        if only is None and len(text) <= self._longest and text in self._infixes:
-            return text[:1] + mark + text[1:]
-        for length in range(min(self._longest - 1, len(marked)), 0, -1):
-            tail = marked[-length:]
-            if tail in self._prefixes:
-                return marked[:-length] + tail[:1] + mark + tail[1:]
+    def mark(self, text: str, mark: str, *, special_only: bool = False) -> str:
+        """``text`` with ``mark`` inside every control token, and at any end of it that could make one together with
+        what the template writes next to it. ``special_only`` leaves the other tokens in it as they are."""
+        marked = mark.join(_cut(text, self._special if special_only else self._pattern))
+        if (text in self._middles and text.strip()) or self._fits(text, self._endings, from_start=True):
+            # Before the first character, but behind white space, which templates trim.
+            start = len(marked) - len(marked.lstrip())
+            marked = marked[:start] + mark + marked[start:]
+        if length := self._fits(marked, self._beginnings, from_start=False):
+            start = len(marked) - length + 1
+            marked = marked[:start] + mark + marked[start:]
         return marked
+
+    def _fits(self, text: str, parts: set[str], *, from_start: bool) -> int:
+        """Length of the longest of ``parts`` that ``text`` begins or ends with; 0 for none or white space alone."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            part = text[:length] if from_start else text[-length:]
+            if part in parts and part.strip():
+                return length
+        return 0
 
     def segments(self, rendered: str, mark: str) -> list[Segment]:
         """Split a rendered prompt: one segment when nothing was marked, else template markers and text by turns."""
@@ -107,8 +113,20 @@ class ControlText:
         return segments
 
 
-def _broken(token: str, mark: str, only: frozenset[str] | None) -> str:
-    return token if only is not None and token not in only else token[:1] + mark + token[1:]
+def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
+    """Any of ``texts``, the longest first; for none of them a pattern that never matches."""
+    by_length = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(re.escape(text) for text in by_length) or r"(?!)")
+
+
+def _cut(text: str, pattern: re.Pattern[str]) -> list[str]:
+    """Search again behind each cut: tokens can overlap."""
+    pieces, start = [], 0
+    while match := pattern.search(text, start):
+        cut = match.start() + 1
+        pieces.append(text[start:cut])
+        start = cut
+    return [*pieces, text[start:]]
 
 
 def _append_text(segments: list[Segment], text: str, mark: str) -> None:

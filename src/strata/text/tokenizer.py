@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,14 @@ class Tokenizer:
 
     def __init__(self, files: TokenizerFiles) -> None:
         self.files = files
-        self._spec = _parse(files)
-        self._library = _load(self._spec, files.directory)
-        self._alphabet = ByteAlphabet(self._spec)
+        spec = _parse(files)
+        self._library = _load(files.spec, files.directory)
+        self._alphabet = ByteAlphabet(spec)
         self.strips_space = self._alphabet.strips_space
-        self._added = {item["id"]: item for item in self._spec.get("added_tokens") or []}
-        vocabulary_ids = self._library.get_vocab(with_added_tokens=True).values()
-        self.vocab_size = max(vocabulary_ids, default=-1) + 1
+        self._added: dict[int, dict[str, Any]] = {item["id"]: item for item in spec.get("added_tokens") or []}
+        self.vocab_size = max((*_vocabulary_ids(spec), *self._added), default=-1) + 1
         self.control_ids: Mapping[str, int] = self._control_ids()
+        self._forbidden = frozenset(self.control_ids.values())
         self.hidden_ids = frozenset(id_ for id_, item in self._added.items() if item.get("special"))
         self.control_text = ControlText(
             ControlToken(item["content"], bool(item.get("special")), bool(item.get("lstrip")), bool(item.get("rstrip")))
@@ -56,6 +55,9 @@ class Tokenizer:
         self.eos_ids = self._eos_ids()
         self.adds_bos = self._adds_bos()
         self._bytes: dict[int, bytes] = {}
+        # Whether a text can be encoded in pieces: not where each piece would get a leading space of its own.
+        self._divisible = b"".join(map(self.token_bytes, self._encode_full("a"))) == b"a"
+        self._plain: dict[bool, tuple[Library, dict[int, int]]] = {}
         self._plain_lock = threading.Lock()
 
     @classmethod
@@ -92,55 +94,43 @@ class Tokenizer:
         return self._library.encode(text, add_special_tokens=False).ids
 
     def _encode_text(self, text: str, *, first: bool) -> list[int]:
-        """Ids of untrusted text. The library is asked plainly where no control token can be read; its answer is
-        checked, since normalising (full-width brackets, say) can make one out of other characters."""
-        alike = first or not _prepends_first(self._spec)
-        if alike and not self.control_text.found_in(text):
-            ids = self._encode_full(text)
+        """Ids of untrusted text, ``first`` in its prompt. Control tokens in it are encoded in two pieces; a tokenizer
+        that would put a space between them is asked without its control tokens. The result is checked in any case,
+        since normalising (full-width brackets, say) can make a control token out of other characters."""
+        if self._divisible or (first and not self.control_text.found_in(text)):
+            ids = [id_ for piece in self.control_text.pieces(text) for id_ in self._encode_full(piece)]
             if self._forbidden.isdisjoint(ids):
                 return ids
-        library, renamed = self._plain_first if first else self._plain_inner
+        library, renamed = self._plain_library(first=first)
         ids = [renamed.get(id_, id_) for id_ in library.encode(text, add_special_tokens=False).ids]
-        if self._forbidden.isdisjoint(ids):
-            return ids
-        # A vocabulary that holds control tokens as ordinary pieces: keep the pieces apart.
-        span = self.control_text.first(text)
-        if span is None:
+        if not self._forbidden.isdisjoint(ids):
+            # A vocabulary that holds control tokens as ordinary pieces too.
+            pieces = [library.encode(piece, add_special_tokens=False).ids for piece in self.control_text.pieces(text)]
+            ids = [renamed.get(id_, id_) for piece in pieces for id_ in piece]
+        if not self._forbidden.isdisjoint(ids):
             raise RequestError("the text cannot be written without a control token of this model", "reword it")
-        cut = span[0] + 1
-        return self._encode_text(text[:cut], first=first) + self._encode_text(text[cut:], first=False)
+        return ids
 
-    @cached_property
-    def _forbidden(self) -> frozenset[int]:
-        return frozenset(self.control_ids.values())
+    def _plain_library(self, *, first: bool) -> tuple[Library, dict[int, int]]:
+        """The same tokenizer without its control tokens, and a map of ids that moved by leaving them out. For text
+        that is not ``first`` one that adds no leading space.
 
-    @property
-    def _plain_first(self) -> tuple[Library, dict[int, int]]:
-        return self._plain("first")
-
-    @property
-    def _plain_inner(self) -> tuple[Library, dict[int, int]]:
-        return self._plain("inner")
-
-    def _plain(self, place: str) -> tuple[Library, dict[int, int]]:
-        """The same tokenizer without its control tokens, and a map of ids that moved by leaving them out.
-
-        Built when a user first types a control token: it costs as much as loading the tokenizer did.
+        Built when it is first needed: it costs as much as loading the tokenizer did.
         """
         with self._plain_lock:
-            cache: dict[str, tuple[Library, dict[int, int]]] = self.__dict__.setdefault("_plain_cache", {})
-            key = place if _prepends_first(self._spec) else "first"
-            if key not in cache:
-                cache[key] = self._build_plain(inner=key == "inner")
-            return cache[key]
+            if first not in self._plain:
+                self._plain[first] = self._build_plain(first=first)
+            return self._plain[first]
 
-    def _build_plain(self, *, inner: bool) -> tuple[Library, dict[int, int]]:
-        spec = dict(self._spec)
+    def _build_plain(self, *, first: bool) -> tuple[Library, dict[int, int]]:
+        spec = _parse(self.files)
         spec["added_tokens"] = [item for item in self._added.values() if item["content"] not in self.control_ids]
         spec["post_processor"] = None
-        if inner:
-            spec["pre_tokenizer"] = {**spec["pre_tokenizer"], "prepend_scheme": "never"}
-        library = _load(spec, self.files.directory)
+        pre_tokenizer = spec.get("pre_tokenizer")
+        # What each piece after a control token gets by "always" it gets here too; "first" means this text's first.
+        if not first and isinstance(pre_tokenizer, dict) and pre_tokenizer.get("prepend_scheme") == "first":
+            spec["pre_tokenizer"] = {**pre_tokenizer, "prepend_scheme": "never"}
+        library = _load(json.dumps(spec, ensure_ascii=False), self.files.directory)
         real = {item["content"]: item["id"] for item in spec["added_tokens"]}
         moved = {id_: real[token.content] for id_, token in library.get_added_tokens_decoder().items()}
         return library, moved
@@ -231,18 +221,21 @@ def _parse(files: TokenizerFiles) -> dict[str, Any]:
         raise CheckpointError(f"{path}: is not readable JSON: {error}", "copy the file again") from error
     if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
         raise CheckpointError(f"{path}: holds no tokenizer", "copy the file again")
-    # A stored limit or padding would change prompts unsaid.
-    return {**spec, "truncation": None, "padding": None}
+    return spec
 
 
-def _load(spec: dict[str, Any], directory: Path) -> Library:
+def _load(spec: str, directory: Path) -> Library:
     try:
-        return Library.from_str(json.dumps(spec, ensure_ascii=False))
-    except Exception as error:  # The library raises bare Exception, nothing narrower.
+        library = Library.from_str(spec)
+    except Exception as error:  # the library raises bare Exception, nothing narrower
         raise CheckpointError(f"{directory / 'tokenizer.json'}: {error}", "copy the file again") from error
+    # A stored limit or padding would change prompts unsaid.
+    library.no_truncation()
+    library.no_padding()
+    return library
 
 
-def _prepends_first(spec: dict[str, Any]) -> bool:
-    """Whether only the first piece of a text gets SentencePiece's leading space."""
-    pre_tokenizer = spec.get("pre_tokenizer")
-    return isinstance(pre_tokenizer, dict) and pre_tokenizer.get("prepend_scheme") == "first"
+def _vocabulary_ids(spec: dict[str, Any]) -> Iterable[int]:
+    """Ids of the model's own vocabulary: a mapping to ids, or a list in id order."""
+    vocabulary = spec["model"].get("vocab") or {}
+    return vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
