@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from strata.checkpoint.safetensors_header import parse_header
 from strata.checkpoint.safetensors_reader import Checkpoint
 from strata.errors import CheckpointError
+from tests.checkpoint.tiny_family import in_child, memory_of_process
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -212,20 +212,20 @@ def test_memory_refused_is_called_memory(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size + 4 * count)  # sparse: takes no disk
     (tmp_path / "config.json").write_text("{}")
-    program = (
-        "import resource, sys\n"
-        "from strata.checkpoint.safetensors_reader import Checkpoint\n"
-        "from strata.errors import CheckpointError\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
-        "try:\n    Checkpoint(sys.argv[1]).read('big')\n"
-        "except CheckpointError as error:\n    print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "memory" in done.stdout
-    assert "not damaged" in done.stdout
-    assert str(4 * count) in done.stdout
+    said = tmp_path / "said"
+
+    def body() -> None:
+        limit = memory_of_process("VmSize") + (4 << 30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        with pytest.raises(CheckpointError) as error:
+            Checkpoint(tmp_path).read("big")
+        said.write_text(str(error.value))
+
+    assert in_child(body) == 0
+    text = said.read_text()
+    assert "memory" in text
+    assert "not damaged" in text
+    assert str(4 * count) in text
 
 
 def test_a_hole_in_permissions_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,12 +201,15 @@ def test_tied_and_untied_heads(tmp_path: Path, tied: bool, present: bool) -> Non
     assert ("head.weight" in source._found) == present
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_values_that_are_not_finite_are_refused(tmp_path: Path, poison: float) -> None:
-    tensors = tiny_tensors()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("poison", [math.nan, -math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_refused(tmp_path: Path, poison: float, dtype: torch.dtype) -> None:
+    tensors = tiny_tensors(dtype=dtype)
+    tensors["model.layers.1.odd.weight"][2, 3] = torch.finfo(dtype).max
     tensors["model.layers.0.odd.weight"][4, 49] = poison
     tensors["model.layers.1.experts.2.down.weight"][0, 0] = poison
     source = open_source(tmp_path, tensors)
+    assert source.read_dense("layers.1.odd.weight")[2, 3] == torch.finfo(dtype).max
     with pytest.raises(CheckpointError, match=r"layers\.0\.odd\.weight holds values that are not finite"):
         source.read_dense("layers.0.odd.weight")
     with pytest.raises(CheckpointError, match=r"experts\.2\.down"):

@@ -1,9 +1,11 @@
-"""A tiny family that uses every feature of the weight map, and checkpoints of it in every layout that is read."""
+"""A tiny family that uses every feature of the weight map, checkpoints of it, and children to kill or to limit."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -142,3 +144,22 @@ def save_checkpoint(folder: Path, tensors: Tensors, config: Mapping[str, Any] | 
 def find_tiny(raw: Mapping[str, Any]) -> TinyFamily:
     """What ``strata.models.find`` is for real families."""
     return TinyFamily()
+
+
+def in_child(body: Callable[[], None]) -> int:
+    """Runs ``body`` in a forked child; its exit status, or minus the signal that ended it. 70: it raised."""
+    child = os.fork()
+    if child == 0:
+        try:
+            body()
+            os._exit(0)
+        except BaseException as error:  # noqa: BLE001 - a child must never return into the test runner
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            os._exit(70)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def memory_of_process(key: str) -> int:
+    """A size in bytes of /proc/self/status: VmRSS, VmHWM (its peak), VmSize."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) * 1024
