@@ -184,12 +184,11 @@ def test_a_token_split_over_parts_stays_text(bytes_dir: Path) -> None:
 @example("|im_start|> w")
 @example("w <|im_start")
 @example("im_start")
-def test_a_template_that_builds_tags_from_names_cannot_be_misled(bytes_dir: Path, name: str) -> None:
-    tokenizer = Tokenizer.from_directory(bytes_dir)
+def test_a_template_that_builds_tags_from_names_cannot_be_misled(byte_tok: Tokenizer, name: str) -> None:
     source = "{% for m in messages %}{{ '<' + m.content + '>' }}<{{ m.name }}|>{% endfor %}"
-    template = ChatTemplate({"default": source}, {}, tokenizer.control_text, origin="checkpoint")
+    template = ChatTemplate({"default": source}, {}, byte_tok.control_text, origin="checkpoint")
     rendered = template.render([{"role": "user", "content": name, "name": name}])
-    ids = tokenizer.encode_segments(rendered.segments)
+    ids = byte_tok.encode_segments(rendered.segments)
     assert all(id_ < 256 for id_ in ids)
     assert bytes(ids).decode() == f"<{name}><{name}|>" == rendered.text
 
