@@ -18,15 +18,16 @@ WINDOWS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=12)
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
-@given(WINDOWS, st.integers(1, 5))
-def test_tail_is_the_last_committed_rows(windows: list[tuple[int, int]], kept: int) -> None:
+@given(WINDOWS, st.integers(1, 5), st.booleans())
+def test_tail_is_the_last_committed_rows(windows: list[tuple[int, int]], kept: int, certain: bool) -> None:
     tail, committed, number = ConvolutionTail(kept, 2, CPU), [0.0] * kept, 0.0
     for rows, accepted in windows:
         values = [number + i + 1 for i in range(rows)]
         number += rows
-        tail.record(torch.tensor(values)[:, None].expand(rows, 2))
-        tail.commit(min(rows, accepted))
-        committed += values[: min(rows, accepted)]
+        accepted = rows if certain else min(rows, accepted)
+        tail.record(torch.tensor(values)[:, None].expand(rows, 2), certain=certain)
+        tail.commit(accepted)
+        committed += values[:accepted]
         assert tail.rows_UC[:, 0].tolist() == committed[-kept:]
         assert tail.rows_UC.is_contiguous()
 

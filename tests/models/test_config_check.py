@@ -200,6 +200,7 @@ def test_released_sizes() -> None:
     assert [i for i, kind in enumerate(config.layer_kinds) if kind == "attention"] == list(range(3, 48, 4))
     recurrent = 36 * 48 * 128 * 128 * 4
     per_token = config.state_bytes(4096, "bf16") - config.state_bytes(0, "bf16")
+    assert per_token == 4096 * config.position_bytes("bf16")
     assert per_token == 4096 * 12 * (2 * 2 * 256 * 2 + 128 * 4 * 5 // 4)
     assert config.state_bytes(0, "bf16") == recurrent + 36 * 3 * 10_240 * 4 + 9 * 10_240 * 4
 

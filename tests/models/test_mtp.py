@@ -70,13 +70,9 @@ class Transcription:
         return u, 2 * torch.sigmoid(self.w[at + "block_inject_weight.weight"] @ n.flatten() / S)
 
     def rotate(self, x: Tensor, position: int) -> Tensor:
-        x = x.clone()
-        for i in range(R):
-            angle = position * 1e7 ** (-2 * i / (2 * R))
-            a, b = float(x[i]), float(x[i + R])
-            x[i] = a * math.cos(angle) - b * math.sin(angle)
-            x[i + R] = b * math.cos(angle) + a * math.sin(angle)
-        return x
+        angle = position * 1e7 ** (-torch.arange(R).double() / R)
+        a, b = x[:R], x[R : 2 * R]
+        return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), x[2 * R :]))
 
     def visible(self, u: list[Tensor], position: int) -> list[int]:
         """Positions that the row attends: the best blocks by index score and the incomplete tail."""
