@@ -55,6 +55,8 @@ namespace {
 constexpr double kLeastUnit = 48.0 * 1024;
 constexpr double kUnitsPerThread = 24;
 constexpr long kRowsPerUnit = 4;
+// Words that a thread sums between two claims: 1 MiB.
+constexpr long kSumWords = 131072;
 
 // Memory of a calling thread, grown as needed and kept for its next call.
 class Scratch {
@@ -318,6 +320,21 @@ STRATA_API int strata_expert_combine(const float* parts, const float* weights, l
         return fail(kBadArgument, "an address of the sum over experts is null");
     Combine job{expert_kernels(kNvfp4), parts, weights, k, hidden, y, flags};
     return parallel_for(rows, 8, &combine_rows, &job);
+}
+
+// The sum of `bytes` (a multiple of 8) at `memory` as 64-bit words, read once by all threads of the pool.
+STRATA_API int strata_memory_sum(const void* memory, long bytes, uint64_t* result) {
+    using namespace strata;
+    if (memory == nullptr || result == nullptr || bytes < 0 || bytes % 8 != 0)
+        return fail(kBadArgument, "%ld bytes to be summed", bytes);
+    const auto* words = static_cast<const uint64_t*>(memory);
+    const ExpertKernels* kernels = expert_kernels(kNvfp4);
+    std::atomic<uint64_t> total{0};
+    const int status = parallel(bytes / 8, kSumWords, [&](long begin, long end) {
+        total.fetch_add(kernels->add_words(words + begin, end - begin), std::memory_order_relaxed);
+    });
+    *result = total.load();
+    return status;
 }
 
 // Bytes that a call keeps for the next one on the same thread.

@@ -58,6 +58,9 @@ struct ExpertKernels {
     // y[i] = sum over k, in order, by fused multiply-add from zero, of weights[k] * parts[k][i]. Returns 1 if a
     // result is not finite (it is then 0).
     int (*combine)(const float* const* parts, const float* weights, long k, long width, float* y);
+
+    // The sum of 64-bit words: the plainest reading of memory, the ceiling that kernels are measured against.
+    uint64_t (*add_words)(const uint64_t* words, long count);
 };
 
 // Tables of the levels that were built in; null elsewhere.

@@ -46,6 +46,15 @@ STRATA_INLINE inline void each(F&& f) {
     if constexpr (i + 1 < R) each<R, i + 1>(f);
 }
 
+// Calls f for each part of a group. Two parts are unrolled, so that their sums stay in registers as well.
+template <class F>
+STRATA_INLINE inline void each_half(F&& f) {
+    if constexpr (kHalves <= 2)
+        each<kHalves>(f);
+    else
+        for (int half = 0; half < kHalves; ++half) f(half);
+}
+
 struct Nvfp4 {
     static constexpr long kBytes = 576;
     using Row = const CodedGroup*;
@@ -140,13 +149,13 @@ struct Bf16 {
 template <class Format, int R>
 STRATA_INLINE inline void multiply(const uint8_t* group, long superblocks, const typename Format::Row* rows, float unit,
                                    Four<Floats>* total) {
-    each<kHalves>([&](auto half) STRATA_INLINE {
+    each_half([&](auto half) STRATA_INLINE {
         each<R>([&](auto r) STRATA_INLINE { total[half].template at<r>() = Isa::zero(); });
     });
     for (long first = 0; first < superblocks; first += kSegmentSuperblocks) {
         const long last = first + kSegmentSuperblocks;
         const long end = last < superblocks ? last : superblocks;
-        each<kHalves>([&](auto half) STRATA_INLINE {
+        each_half([&](auto half) STRATA_INLINE {
             Four<Floats> acc;
             each<R>([&](auto r) STRATA_INLINE { acc.template at<r>() = Isa::zero(); });
             for (long s = first; s < end; ++s) Format::template add<R>(group + s * Format::kBytes, half, rows, s, acc);
@@ -156,7 +165,7 @@ STRATA_INLINE inline void multiply(const uint8_t* group, long superblocks, const
             });
         });
     }
-    each<kHalves>([&](auto half) STRATA_INLINE {
+    each_half([&](auto half) STRATA_INLINE {
         each<R>([&](auto r) STRATA_INLINE {
             Floats& sum = total[half].template at<r>();
             sum = Isa::product(sum, Isa::spread(&unit));
@@ -239,7 +248,7 @@ void gate_up_group(const ExpertShape& shape, const uint8_t* blob, float gate_uni
         Four<Floats> total[kHalves];
         multiply<Format, R>(weights + part * shape.wide_bytes(), shape.hidden_superblocks(), rows,
                             part == 0 ? gate_unit : up_unit, total);
-        each<kHalves>([&](auto half) STRATA_INLINE {
+        each_half([&](auto half) STRATA_INLINE {
             each<R>([&](auto r) STRATA_INLINE {
                 Isa::store(values[part][r] + half * kLanes, total[half].template at<r>());
             });
@@ -284,7 +293,7 @@ void down_group(const ExpertShape& shape, const uint8_t* blob, float unit, long 
         alignas(64) float last[exact::kGroup];
         float* place = width < exact::kGroup ? last : y[r] + first;
         bool finite = true;
-        each<kHalves>([&](auto half) STRATA_INLINE {
+        each_half([&](auto half) STRATA_INLINE {
             finite &= Isa::store_finite(place + half * kLanes, total[half].template at<r>());
         });
         if (!finite) raise_flag(flags[r]);
@@ -328,14 +337,27 @@ int combine(const float* const* parts, const float* weights, long k, long width,
     return largest < exact::kInfinity ? 0 : 1;
 }
 
+uint64_t add_words(const uint64_t* words, long count) {
+    uint64_t a = 0, b = 0, c = 0, d = 0;
+    const long quarter = count / 4;  // four streams of a page or more: one alone does not fill the memory's queues
+    for (long i = 0; i < quarter; ++i) {
+        a += words[i];
+        b += words[quarter + i];
+        c += words[2 * quarter + i];
+        d += words[3 * quarter + i];
+    }
+    for (long i = 4 * quarter; i < count; ++i) a += words[i];
+    return a + b + c + d;
+}
+
 #pragma GCC diagnostic pop
 #undef STRATA_INLINE
 
 const ExpertKernels* table(int format) {
     static const ExpertKernels tables[kExpertFormats] = {
-        {prepare<Nvfp4>, gate_up<Nvfp4>, down<Nvfp4>, combine},
-        {prepare<Q8>, gate_up<Q8>, down<Q8>, combine},
-        {prepare<Bf16>, gate_up<Bf16>, down<Bf16>, combine},
+        {prepare<Nvfp4>, gate_up<Nvfp4>, down<Nvfp4>, combine, add_words},
+        {prepare<Q8>, gate_up<Q8>, down<Q8>, combine, add_words},
+        {prepare<Bf16>, gate_up<Bf16>, down<Bf16>, combine, add_words},
     };
     return format >= 0 && format < kExpertFormats ? &tables[format] : nullptr;
 }
