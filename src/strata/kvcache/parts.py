@@ -39,7 +39,7 @@ class TailPart(Protocol):
 
     rows_UC: torch.Tensor
 
-    def record(self, x_TC: torch.Tensor) -> None: ...
+    def record(self, x_TC: torch.Tensor, *, certain: bool) -> None: ...
 
 
 class DeltaPart(Protocol):

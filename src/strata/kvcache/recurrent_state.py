@@ -25,17 +25,21 @@ class ConvolutionTail:
     def __init__(self, rows: int, channels: int, device: torch.device) -> None:
         self.rows_UC = torch.zeros(rows, channels, device=device)
         self._recorded: torch.Tensor | None = None
+        self._skipped = 0
 
-    def record(self, x_TC: torch.Tensor) -> None:
-        """Remembers a forward's rows. They are borrowed until commit."""
-        self._recorded = x_TC.detach()
+    def record(self, x_TC: torch.Tensor, *, certain: bool) -> None:
+        """Remembers a forward's rows. A window's are borrowed until commit; of rows that are certain only the last U
+        are copied, so that a long chunk is not held in every layer at once."""
+        kept = self.rows_UC.shape[0]
+        self._skipped = max(0, x_TC.shape[0] - kept) if certain else 0
+        self._recorded = x_TC.detach()[self._skipped :].clone() if self._skipped else x_TC.detach()
 
     def commit(self, accepted: int) -> None:
         """Accepts the first rows of the record and forgets the rest."""
-        if self._recorded is None or accepted == 0:
-            return
-        kept = self.rows_UC.shape[0]
-        self.rows_UC = torch.cat((self.rows_UC, self._recorded[max(0, accepted - kept) : accepted]))[-kept:].clone()
+        if self._recorded is not None and accepted:
+            kept, end = self.rows_UC.shape[0], accepted - self._skipped
+            rows = torch.cat((self.rows_UC, self._recorded[max(0, end - kept) : end]))
+            self.rows_UC = rows[rows.shape[0] - kept :].clone()
         self._recorded = None
 
     @property
@@ -68,7 +72,7 @@ class DeltaState:
         matrix by all rows itself, so all of them must be committed."""
         self.pending = None
         self._recorded = None if written else rows
-        self.tail.record(qkv_TC)
+        self.tail.record(qkv_TC, certain=written)
 
     def commit(self, accepted: int) -> None:
         self.tail.commit(accepted)

@@ -51,7 +51,7 @@ class PassingCache:
 class _PassingTail:
     rows_UC = _EMPTY
 
-    def record(self, x_TC: torch.Tensor) -> None:
+    def record(self, x_TC: torch.Tensor, *, certain: bool) -> None:
         """Nothing is kept."""
 
 

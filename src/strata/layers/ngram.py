@@ -62,5 +62,5 @@ class NgramEmbedding:
         normed_TC = normed_TSH.reshape(normed_TSH.shape[0], -1)
         spread_TC = ops.causal_conv(normed_TC, state.tail.rows_UC, self.conv_CW, self.dilation)
         state.history.record(rows.ids)
-        state.tail.record(normed_TC)
+        state.tail.record(normed_TC, certain=rows.certain)
         return ops.add(x_TSH, ops.add(gated_TSH, spread_TC.view(x_TSH.shape)))

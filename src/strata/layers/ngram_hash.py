@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -62,19 +62,19 @@ class NgramHash:
     def all_heads(self) -> int:
         return (self.order - 1) * self.heads
 
-    @property
+    @cached_property
     def multipliers(self) -> tuple[int, ...]:
         """One odd int64 per token of the n-gram, newest first."""
         half = max(1, ((1 << 63) - 1) // max(self.vocabulary, 1) // 2)
         start = self.seed + _MODULE_STEP * self.module
         return tuple(2 * (_splitmix64((start + _GOLDEN * (i + 1)) & _MASK) % half) + 1 for i in range(self.order))
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Rows of each head: consecutive primes from ``base``, continued from module to module."""
         return _primes_from(self.base, (self.module + 1) * self.all_heads)[self.module * self.all_heads :]
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """First table row of each head."""
         starts = [0]
@@ -86,12 +86,21 @@ class NgramHash:
         """Rows of the whole table, rounded up to ``divisor``."""
         return -(-sum(self.sizes) // divisor) * divisor
 
+    @cached_property
+    def _arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(multipliers, sizes and offsets as (order - 1) x heads)."""
+        shape = (self.order - 1, self.heads)
+        multipliers, sizes, offsets = (
+            np.asarray(values, dtype=np.int64) for values in (self.multipliers, self.sizes, self.offsets)
+        )
+        return multipliers, sizes.reshape(shape), offsets.reshape(shape)
+
     def rows(self, window: list[int]) -> npt.NDArray[np.int64]:
         """Table rows T x all_heads of the tokens after the first ``order - 1`` of ``window``, which precede them."""
+        multipliers, sizes, offsets = self._arrays
         before = self.order - 1
         tokens = np.asarray(window, dtype=np.int64)
         count = len(window) - before
-        multipliers = np.asarray(self.multipliers, dtype=np.int64)
         mixed = tokens[before:] * multipliers[0]
         inside = np.ones(count, dtype=bool)
         found = []
@@ -99,8 +108,5 @@ class NgramHash:
             earlier = tokens[before - shift : before - shift + count]
             inside = inside & (earlier != self.boundary)
             mixed = mixed ^ (np.where(inside, earlier, self.boundary) * multipliers[shift])
-            first = (shift - 1) * self.heads
-            sizes = np.asarray(self.sizes[first : first + self.heads], dtype=np.int64)
-            offsets = np.asarray(self.offsets[first : first + self.heads], dtype=np.int64)
-            found.append(np.remainder(mixed[:, None], sizes) + offsets)
+            found.append(np.remainder(mixed[:, None], sizes[shift - 1]) + offsets[shift - 1])
         return np.concatenate(found, axis=1)

@@ -57,6 +57,9 @@ class FamilyConfig(Protocol):
     def state_bytes(self, max_positions: int, kv: KvFormat) -> int:
         """Bytes of one ``SequenceState``, so that a plan can be made before anything is allocated."""
 
+    def position_bytes(self, kv: KvFormat) -> int:
+        """Bytes of it that each position adds, rounded up to a whole byte."""
+
 
 class Model(Protocol):
     """A built model; borrows its weights. One instance serves any number of sequences, one forward at a time."""

@@ -44,8 +44,11 @@ class Qwen3MoeConfig:
     eos_ids: tuple[int, ...]
     family: str = "qwen3_moe"
 
+    def position_bytes(self, kv: KvFormat) -> int:
+        return self.num_layers * 2 * self.kv_heads * self.head_width * (4 if kv == "f32" else 2)
+
     def state_bytes(self, max_positions: int, kv: KvFormat) -> int:
-        return self.num_layers * max_positions * 2 * self.kv_heads * self.head_width * (4 if kv == "f32" else 2)
+        return max_positions * self.position_bytes(kv)
 
 
 def read_config(raw: Mapping[str, Any]) -> Qwen3MoeConfig:

@@ -103,6 +103,11 @@ class Qwen4ExpConfig:
         values = max_positions * 2 * self.kv_heads * self.head_width * (4 if kv == "f32" else 2)
         return values + (max_positions + max_positions // self.index_block) * self.index_width * 4
 
+    def position_bytes(self, kv: KvFormat) -> int:
+        """An index block's key is shared by its tokens."""
+        block = self.attention_bytes(self.index_block, kv)
+        return self.layer_kinds.count("attention") * -(-block // self.index_block)
+
     def state_bytes(self, max_positions: int, kv: KvFormat) -> int:
         matrix = self.value_heads * self.key_width * self.value_width
         delta = 4 * (matrix + (self.conv_taps - 1) * self.delta_channels)
