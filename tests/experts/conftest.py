@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from model import SmallPack, write_pack
-
 from strata.kernels.cpu.experts import ExpertKernel
+from tests.experts.small_model import SmallPack, write_pack
 
 
 @pytest.fixture(scope="session")

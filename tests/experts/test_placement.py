@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model import SmallPack, open_system, oracle
 
 from strata.kernels.cpu.experts import ExpertKernel
 from strata.kernels.host import HostFaults
+from tests.experts.small_model import SmallPack, open_system, oracle
 
 Small = tuple[SmallPack, ExpertKernel]
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from model import Opened, SmallPack, open_system, oracle
 
 from strata.experts.policy import Swap
 from strata.experts.tiers import Tier
 from strata.kernels.cpu.checksum import checksum_at
 from strata.kernels.cpu.experts import ExpertKernel
 from strata.kernels.host import HostFaults
+from tests.experts.small_model import Opened, SmallPack, open_system, oracle
 
 OPERATIONS = 215
 MODES: dict[str, dict[str, object]] = {

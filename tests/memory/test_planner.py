@@ -149,7 +149,7 @@ def test_pins_that_count_as_device_memory_are_planned_with_it() -> None:
     room = DeviceRoom("cuda", 32 * GIB, pins_charge_device=True)
     resolved = plan(FLASH, MemoryRequest(ram_bytes=120 * GIB, expert_cache=4000), room)
     assert resolved.pin_limit is not None
-    assert resolved.pin_limit + resolved.vram_bytes == 32 * GIB
+    assert resolved.pin_limit + resolved.vram_bytes + resolved.ram["staging"] == 32 * GIB
 
 
 @pytest.mark.parametrize(

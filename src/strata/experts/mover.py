@@ -58,18 +58,18 @@ class MoverCounters:
 
 
 class StagingBuffers:
-    """``num_buffers`` buffers of ``stride`` bytes from ``address`` on, in the order in which they become free."""
+    """Buffers of one expert each at ``addresses``, handed out in the order in which they become free."""
 
-    def __init__(self, address: int, num_buffers: int, stride: int, injection: FaultInjection | None) -> None:
-        self.num_buffers = num_buffers
-        self._address, self._stride = address, stride
+    def __init__(self, addresses: Sequence[int], injection: FaultInjection | None = None) -> None:
+        self.num_buffers = len(addresses)
+        self._addresses = tuple(addresses)
         self._injection = injection
-        self._free = deque(range(num_buffers))
+        self._free = deque(range(self.num_buffers))
         self._draining: deque[tuple[int, DeviceEvent]] = deque()
-        self.num_waits = 0
+        self.num_waits = 0  # times that a buffer was wanted while the oldest copy still ran
 
     def address(self, buffer: int) -> int:
-        return self._address + buffer * self._stride
+        return self._addresses[buffer]
 
     def acquire(self, *, block: bool) -> int | None:
         """A buffer that nothing reads any more; None when there is none and ``block`` is off, or none ever will be."""
@@ -81,9 +81,9 @@ class StagingBuffers:
         if not event.query():
             if self._injection is not None and self._injection.reuses_this_buffer():
                 return buffer  # and it is still draining: the fault
+            self.num_waits += 1
             if not block:
                 return None
-            self.num_waits += 1
             event.synchronize()
         self._draining.popleft()
         return buffer

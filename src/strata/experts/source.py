@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.errors import CheckpointError
+from strata.errors import CheckpointError, MemoryPlanError
 from strata.kernels.cpu.stager import ReadFailure, Stager
 from strata.memory.system import system
 
@@ -110,6 +110,10 @@ class ExpertSource:
         if mapped is None:
             try:
                 mapped = system.map_file(path)
+            except MemoryError as error:
+                raise MemoryPlanError(
+                    f"the system refuses memory: {error}", "raise its limit (ulimit -v), or use another RAM mode"
+                ) from error
             except OSError as error:
                 raise CheckpointError(f"{path.name} cannot be mapped: {error.strerror}", "restore the file") from error
             self._maps[path] = mapped

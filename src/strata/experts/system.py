@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.errors import StrataError
+from strata.errors import MemoryPlanError, StrataError
 from strata.experts.dispatch import Dispatcher, ExpertKernel
 from strata.experts.injection import FaultInjection
 from strata.experts.lender import SlotLender
@@ -27,7 +27,7 @@ from strata.experts.statistics import ExpertStatistics
 from strata.experts.store import ExpertStore
 from strata.experts.swaps import SwapEngine
 from strata.experts.tiers import Tier
-from strata.kernels.backend import Backend, DeviceStream, PinRefused
+from strata.kernels.backend import Backend, DeviceMemoryFull, DeviceStream, PinRefused
 from strata.kernels.cpu.stager import Stager
 from strata.memory.page_lock import LockedMemory, take_memory
 from strata.memory.planner import ResolvedPlan, format_bytes
@@ -37,6 +37,7 @@ from strata.memory.system import system
 __all__ = ["ExpertSystem"]
 
 logger = logging.getLogger(__name__)
+FEWEST_BUFFERS = 16
 Progress = Callable[[int, int], None]
 
 
@@ -115,11 +116,14 @@ class ExpertSystem:
             owned.callback(source.close)
             placement = _Placement(plan, heat)
             slots = _take_slots(plan, file, backend, owned)
+            # The few staging buffers first: page-locking the copy may go on until the driver refuses.
+            addresses = _take_buffers(plan, FEWEST_BUFFERS, backend, owned)
             memory = _take_ram(plan, file, backend, placement, owned)
             mapped = source.map_addresses() if plan.mode == "mapped" else None
             store = ExpertStore(file.num_layers, file.num_experts, slots, memory, mapped)
             sizing = _size(plan, memory, placement)
-            buffers = _take_buffers(plan, sizing, backend, owned, injection)
+            addresses += _take_buffers(plan, sizing.num_buffers - len(addresses), backend, owned)
+            buffers = StagingBuffers(addresses[: sizing.num_buffers], injection)
             stager = Stager(sizing.num_threads)
             owned.callback(stager.close)
             stream = backend.stream()
@@ -278,7 +282,15 @@ class _Placement:
 def _take_slots(plan: ResolvedPlan, file: ExpertFile, backend: Backend, owned: ExitStack) -> SlotCache:
     address = 0
     if plan.num_device_slots:
-        buffer = backend.allocate(plan.num_device_slots * plan.stride)
+        nbytes = plan.num_device_slots * plan.stride
+        try:
+            buffer = backend.allocate(nbytes)
+        except DeviceMemoryFull as full:
+            raise MemoryPlanError(
+                f"the device refuses {format_bytes(nbytes)} of expert slots, {format_bytes(full.free)} are free",
+                "another program took memory since the plan: try again, or raise --vram-reserve-mib",
+                short_bytes=full.asked - full.free,
+            ) from full
         owned.callback(buffer.free)
         address = buffer.address
     return SlotCache(address, plan.num_device_slots, plan.stride, file.num_layers * file.num_experts)
@@ -328,23 +340,24 @@ def _size(plan: ResolvedPlan, memory: LockedMemory | None, placement: _Placement
     return sizing
 
 
-def _take_buffers(
-    plan: ResolvedPlan, sizing: StagerSizing, backend: Backend, owned: ExitStack, injection: FaultInjection | None
-) -> StagingBuffers:
-    """Page-locked buffers where the device grants them; ordinary ones otherwise, or with no device to copy to."""
+def _take_buffers(plan: ResolvedPlan, count: int, backend: Backend, owned: ExitStack) -> list[int]:
+    """Addresses of ``count`` staging buffers, page-locked where the device grants it; none where nothing is staged."""
     if plan.num_slots == 0 and (plan.mode == "mapped" or plan.num_ram_experts == plan.shape.total_experts):
-        return StagingBuffers(0, 0, plan.stride, injection)  # everything is computed where it lies
-    nbytes = sizing.num_buffers * plan.stride
+        return []  # everything is computed where it lies
+    count = min(count, plan.ram["staging"] // plan.stride)
+    if count <= 0:
+        return []
     try:
-        buffer, registration = backend.allocate_pinned(nbytes)
+        buffer, registration = backend.allocate_pinned(count * plan.stride, mapped=False)
         owned.callback(buffer.free)
         owned.callback(registration.unregister)
-        return StagingBuffers(buffer.address, sizing.num_buffers, plan.stride, injection)
+        address = buffer.address
     except PinRefused as refusal:
-        logger.info("the staging buffers are not pinned: %s", refusal)
-    region = system.map_region(nbytes)
-    owned.callback(region.free)
-    return StagingBuffers(region.address, sizing.num_buffers, plan.stride, injection)
+        logger.info("%d staging buffers are not pinned: %s", count, refusal)
+        region = system.map_region(count * plan.stride)
+        owned.callback(region.free)
+        address = region.address
+    return [address + index * plan.stride for index in range(count)]
 
 
 def _synchronize_quietly(stream: DeviceStream) -> None:

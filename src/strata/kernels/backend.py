@@ -100,8 +100,11 @@ class Backend(Protocol):
     def allocate(self, nbytes: int) -> Buffer:
         """Device memory under the cap. Raises ``DeviceMemoryFull``."""
 
-    def allocate_pinned(self, nbytes: int) -> tuple[Buffer, Registration]:
-        """One page-locked, portable, device-mapped allocation (path 1). Raises ``PinRefused``."""
+    def allocate_pinned(self, nbytes: int, *, mapped: bool = True) -> tuple[Buffer, Registration]:
+        """One page-locked, portable allocation. Raises ``PinRefused``.
+
+        ``mapped``: the device can address it (path 1 of the expert copy); a staging buffer is only copied from.
+        """
 
     def register(self, address: int, nbytes: int) -> Registration:
         """Page-locks existing whole pages (path 2). Zero bytes is the caller's mistake. Raises ``PinRefused``."""

@@ -40,8 +40,8 @@ class HostFaults:
     copy after ``copy_delay_s``; ``last_moment``: only when somebody must wait for it, the latest a device may be.
     """
 
-    refuse_one_allocation: bool = False  # the first page-locked allocation (path 1 of the copy) is refused
-    refuse_after_bytes: int | None = None  # page-locking beyond this many bytes is refused
+    refuse_one_allocation: bool = False  # page-locked, device-mapped allocations (path 1) are refused
+    refuse_after_bytes: int | None = None  # page-locking beyond this many device-mapped bytes is refused
     refuse_at_slice: int | None = None  # the registration with this number (from 0) is refused, and all later ones
     poison_after_refusal: bool = False  # a registration tried after a refused one breaks the device for good
     pins_charge_device: bool = False  # page-locked bytes also count against the device's cap
@@ -258,11 +258,11 @@ class HostBackend:
         self._lock = threading.Lock()
         self._device: dict[int, int] = {}  # address -> bytes of each live buffer
         self._pins: dict[int, int] = {}
+        self._unmapped: dict[int, int] = {}  # page-locked, but not addressed by the device
         self._streams: list[HostStream] = []
         self._num_registrations = 0
         self._num_refusals = 0
         self._refused_slice = False
-        self._refused_allocation = False
         self._poisoned = False
         self._num_copies = 0
         self._copied_bytes = 0
@@ -286,16 +286,16 @@ class HostBackend:
             self._device[buffer.address] = nbytes
         return buffer
 
-    def allocate_pinned(self, nbytes: int) -> tuple[HostBuffer, HostRegistration]:
+    def allocate_pinned(self, nbytes: int, *, mapped: bool = True) -> tuple[HostBuffer, HostRegistration]:
         self._check_poison()
-        if self.faults.refuse_one_allocation and not self._refused_allocation:
-            self._refused_allocation = True
+        if mapped and self.faults.refuse_one_allocation:
             self._num_refusals += 1
             raise PinRefused(nbytes, "one allocation of this size is not granted")
-        self._check_pin_room(nbytes)
-        buffer = HostBuffer(nbytes, lambda freed: self._forget(self._pins, freed.address))
+        self._check_pin_room(nbytes, mapped)
+        live = self._pins if mapped else self._unmapped
+        buffer = HostBuffer(nbytes, lambda freed: self._forget(live, freed.address))
         with self._lock:
-            self._pins[buffer.address] = nbytes
+            live[buffer.address] = nbytes
         return buffer, HostRegistration(buffer.address, nbytes, lambda _: None)
 
     def register(self, address: int, nbytes: int) -> HostRegistration:
@@ -310,7 +310,7 @@ class HostBackend:
         if self.faults.refuse_at_slice is not None and number >= self.faults.refuse_at_slice:
             self._refuse_slice(nbytes, f"slice {number}")
         try:
-            self._check_pin_room(nbytes)
+            self._check_pin_room(nbytes, mapped=True)
         except PinRefused:
             self._refused_slice = True
             raise
@@ -332,7 +332,7 @@ class HostBackend:
         with self._lock:
             return HostStatistics(
                 device_bytes=sum(self._device.values()),
-                pinned_bytes=sum(self._pins.values()),
+                pinned_bytes=sum(self._pins.values()) + sum(self._unmapped.values()),
                 num_registrations=self._num_registrations,
                 num_refusals=self._num_refusals,
                 num_copies=self._num_copies,
@@ -348,8 +348,9 @@ class HostBackend:
         with self._lock:
             number, self._num_copies = self._num_copies, self._num_copies + 1
             self._copied_bytes += nbytes
-            sides = [_inside(self._device, a) or _inside(self._pins, a) for a in (destination, source)]
-            self._pageable_copies += not all(sides)
+            live = (self._device, self._pins, self._unmapped)
+            known = [any(_inside(ranges, address) for ranges in live) for address in (destination, source)]
+            self._pageable_copies += not all(known)
         if self.faults.fail_copies_after is not None and number >= self.faults.fail_copies_after:
             raise EngineError(f"copy {number} of {nbytes} bytes failed on the device")
         _memcpy(destination, source, nbytes)
@@ -358,13 +359,13 @@ class HostBackend:
         with self._lock:
             used = sum(self._device.values())
             if self.faults.pins_charge_device:
-                used += sum(self._pins.values())
+                used += sum(self._pins.values()) + sum(self._unmapped.values())
             return self.cap_bytes - used
 
-    def _check_pin_room(self, nbytes: int) -> None:
+    def _check_pin_room(self, nbytes: int, mapped: bool) -> None:
         limit = self.faults.refuse_after_bytes
         pinned = sum(self._pins.values())
-        if limit is not None and pinned + nbytes > limit:
+        if mapped and limit is not None and pinned + nbytes > limit:
             self._num_refusals += 1
             raise PinRefused(nbytes, f"{pinned} bytes are page-locked, {limit} is the limit")
         if self.faults.pins_charge_device and nbytes > self._free_bytes():

@@ -77,12 +77,15 @@ class FileMap:
     """A file mapped for reading: its pages are the page cache's own. Freed once."""
 
     def __init__(self, path: Path) -> None:
+        self._map: mmap.mmap | None = None
+        self.address = 0
         with path.open("rb") as handle:
             self.nbytes = os.fstat(handle.fileno()).st_size
+            if self.nbytes == 0:  # there is nothing to map
+                return
             # A private writable mapping is never written; it only lets Python hand out its address.
-            self._map: mmap.mmap | None = mmap.mmap(
-                handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-            )
+            writable = mmap.PROT_READ | mmap.PROT_WRITE
+            self._map = mmap.mmap(handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=writable)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def free(self) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from strata.errors import MemoryPlanError
 from strata.kernels.backend import Backend, Buffer, PinRefused, Registration
 from strata.memory.requests import PinRequest
 from strata.memory.system import system
@@ -89,7 +90,7 @@ def take_memory(
     """Memory for ``num_places`` of ``stride`` bytes, page-locked by the first path that works.
 
     ``limit``: at most so many bytes page-locked, None: until refused. ``slice_bytes``: about one layer. ``needed``
-    (one flag a place): only these are worth locking. Raises ``MemoryError`` when even ordinary memory is refused.
+    (one flag a place): only these are worth locking. Raises ``MemoryPlanError`` when even ordinary memory is refused.
     """
     nbytes = num_places * stride
     assert nbytes > 0, "a copy of nothing is not taken"
@@ -135,7 +136,15 @@ def _take_slices(
 ) -> LockedMemory:
     """Paths 2 and 3: ordinary memory, registered slice by slice before anything is written to it."""
     nbytes = num_places * stride
-    region = system.map_region(nbytes, huge_pages=request.huge_pages)
+    try:
+        region = system.map_region(nbytes, huge_pages=request.huge_pages)
+    except MemoryError as error:
+        raise MemoryPlanError(
+            f"the system refuses memory for the experts: {error}",
+            "raise its limit (ulimit -v, a container's), or use --resident-experts, --resident-budget-gib N or "
+            "--mmap-experts",
+            short_bytes=nbytes,
+        ) from error
     cuts = [] if request.rule == "none" else cut_slices(num_places, stride, slice_bytes, system.PAGE_BYTES, needed)
     granted: list[Slice] = []
     room = nbytes + system.PAGE_BYTES if limit is None else limit

@@ -135,7 +135,7 @@ def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> Resol
         stager=size_stager(request, mode, unpinned_share=1.0),
         vram=vram,
         ram=ram,
-        pin_limit=_limit_pins(request, device, num_ram * stride, sum(vram.values()), messages),
+        pin_limit=_limit_pins(request, device, num_ram * stride, sum(vram.values()) + ram["staging"], messages),
         messages=tuple(messages),
     )
 
@@ -271,9 +271,12 @@ def _choose_mode(
 
 
 def _limit_pins(
-    request: MemoryRequest, device: DeviceRoom, copy_bytes: int, vram_bytes: int, messages: list[str]
+    request: MemoryRequest, device: DeviceRoom, copy_bytes: int, device_bytes: int, messages: list[str]
 ) -> int | None:
-    """Bytes of the RAM copy that may be page-locked; None: until the driver refuses."""
+    """Bytes of the RAM copy that may be page-locked; None: until the driver refuses.
+
+    ``device_bytes``: what the device holds already where page-locked bytes count as its own (staging included).
+    """
     pin = request.pin
     limits = []
     if pin.rule == "none":
@@ -283,7 +286,7 @@ def _limit_pins(
     if pin.rule == "auto" and device.pin_rooms:
         limits.append(max(0, min(device.pin_rooms) - pin.margin_bytes))
     if device.pins_charge_device and device.free_bytes is not None:
-        limits.append(max(0, device.free_bytes - vram_bytes))
+        limits.append(max(0, device.free_bytes - device_bytes))
     if not limits or min(limits) >= copy_bytes:
         return None
     messages.append(f"page-locking stops at {format_bytes(min(limits))} of {format_bytes(copy_bytes)}")

@@ -45,17 +45,26 @@ class SmallPack:
 
 
 def write_pack(
-    folder: Path, num_layers: int = 3, num_experts: int = 8, seed: int = 0
+    folder: Path,
+    num_layers: int = 3,
+    num_experts: int = 8,
+    seed: int = 0,
+    *,
+    whole_pages: bool = True,
+    alike: bool = False,
 ) -> tuple[SmallPack, ExpertKernel]:
-    """A pack of random q8_0 experts and the kernel that computes them."""
+    """A pack of random q8_0 experts and the kernel that computes them; with ``alike`` all layers hold the same ones."""
     layout = ExpertLayout(HIDDEN, INTERMEDIATE, "q8_0")
     generator = torch.Generator().manual_seed(seed)
-    shape = (num_layers * num_experts, INTERMEDIATE, HIDDEN)
+    different = 1 if alike else num_layers
+    shape = (different * num_experts, INTERMEDIATE, HIDDEN)
     gate, up = (torch.randn(shape, generator=generator) for _ in range(2))
     down = torch.randn(shape[0], HIDDEN, INTERMEDIATE, generator=generator)
     blobs_torch, scales = layout.pack_weights(gate, up, down)
-    blobs = blobs_torch.numpy().reshape(num_layers, num_experts, layout.blob_bytes)
-    path = folder / f"experts-{seed}.bin"
+    blob_bytes = layout.blob_bytes if whole_pages else layout.payload_bytes
+    blobs = np.ascontiguousarray(blobs_torch.numpy()[:, :blob_bytes]).reshape(different, num_experts, blob_bytes)
+    blobs = np.repeat(blobs, num_layers // different, 0)
+    path = folder / f"experts-{seed}-{blob_bytes}.bin"
     offsets = np.zeros((num_layers, num_experts), np.int64)
     with path.open("wb") as handle:
         handle.write(b"\xee" * 4096)
@@ -65,8 +74,8 @@ def write_pack(
                 handle.write(blobs[layer, expert].tobytes())
             handle.write(b"\xee" * 4096)
     checksums = np.array([[checksum(blob) for blob in row] for row in blobs], np.uint64)
-    scales_table = scales.numpy().reshape(num_layers, num_experts, 3)
-    pack = SmallPack(path, num_layers, num_experts, layout.blob_bytes, scales_table, blobs, offsets, checksums)
+    scales_table = np.repeat(scales.numpy().reshape(different, num_experts, 3), num_layers // different, 0)
+    pack = SmallPack(path, num_layers, num_experts, blob_bytes, scales_table, blobs, offsets, checksums)
     return pack, ExpertKernel(layout)
 
 
