@@ -201,6 +201,6 @@ def compare(reference: Transcript, other: Transcript, script: Script) -> str:
     ):
         if a != b:
             first = next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), None)
-            where = f"tokens from the {first + 1}th on" if first is not None else "logits only, tokens equal"
+            where = f"tokens from token {first + 1} on" if first is not None else "logits only, tokens equal"
             return f"prompt of {length}: {where}"
     return ""
