@@ -176,7 +176,13 @@ def test_a_token_split_over_parts_stays_text(bytes_dir: Path) -> None:
     assert "<|im_start|>user\n<|im_start|><|im_end|>" in pipeline.chat([{"role": "user", "content": parts}]).text
 
 
-@settings(max_examples=400)
+@pytest.fixture(scope="module")
+def tag_builder(byte_tok: Tokenizer) -> ChatTemplate:
+    source = "{% for m in messages %}{{ '<' + m.content + '>' }}<{{ m.name }}|>{% endfor %}"
+    return ChatTemplate({"default": source}, {}, byte_tok.control_text, origin="checkpoint")
+
+
+@settings(max_examples=200)
 @given(
     st.lists(st.sampled_from(["<", "<|", "im_start", "|>", ">", "think", "/", "\n", " ", "w"]), max_size=6).map("".join)
 )
@@ -184,10 +190,10 @@ def test_a_token_split_over_parts_stays_text(bytes_dir: Path) -> None:
 @example("|im_start|> w")
 @example("w <|im_start")
 @example("im_start")
-def test_a_template_that_builds_tags_from_names_cannot_be_misled(byte_tok: Tokenizer, name: str) -> None:
-    source = "{% for m in messages %}{{ '<' + m.content + '>' }}<{{ m.name }}|>{% endfor %}"
-    template = ChatTemplate({"default": source}, {}, byte_tok.control_text, origin="checkpoint")
-    rendered = template.render([{"role": "user", "content": name, "name": name}])
+def test_a_template_that_builds_tags_from_names_cannot_be_misled(
+    byte_tok: Tokenizer, tag_builder: ChatTemplate, name: str
+) -> None:
+    rendered = tag_builder.render([{"role": "user", "content": name, "name": name}])
     ids = byte_tok.encode_segments(rendered.segments)
     assert all(id_ < 256 for id_ in ids)
     assert bytes(ids).decode() == f"<{name}><{name}|>" == rendered.text

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from strata.text.byte_tokenizer import byte_tokenizer
 from strata.text.events import AnswerEvent, Finish, ReasoningPiece, TextPiece, ToolCall, merged
+from strata.text.finish_names import chat_reason, completion_reason, messages_reason, response_status
 from strata.text.pipeline import ChatPrompt, TextPipeline
 from strata.text.stream import TextStream
 from strata.text.tokenizer import Tokenizer
@@ -97,6 +98,27 @@ def test_a_stop_string_inside_a_character_sequence(pipeline: TextPipeline) -> No
     stream = pipeline.plain_stream(stop=["。"])
     assert run(stream, list("日本。終".encode())) == [TextPiece("日本")]
     assert stream.finish == Finish("stop", stop_string="。")
+
+
+def test_a_stop_string_that_names_a_hidden_token(pipeline: TextPipeline) -> None:
+    for ids in ([257], list(b"<|im_start|>")):
+        stream = pipeline.plain_stream(stop=["<|im_start|>"], ignore_eos=True)
+        assert run(stream, [*b"ab", END, *ids, *b"c"]) == [TextPiece("ab")]
+        assert stream.finish is not None
+        assert (stream.finish.reason, stream.finish.stop_string) == ("stop", "<|im_start|>")
+
+
+def test_ends_have_a_name_in_each_interface() -> None:
+    names = {
+        finish: (chat_reason(finish), completion_reason(finish), messages_reason(finish), *response_status(finish))
+        for finish in (Finish("stop", stop_id=END), Finish("stop", "x"), Finish("length"), Finish("tool_calls"))
+    }
+    assert list(names.values()) == [
+        ("stop", "stop", "end_turn", "completed", None),
+        ("stop", "stop", "stop_sequence", "completed", None),
+        ("length", "length", "max_tokens", "incomplete", "max_output_tokens"),
+        ("tool_calls", "stop", "tool_use", "completed", None),
+    ]
 
 
 def test_reasoning_then_a_call(pipeline: TextPipeline) -> None:

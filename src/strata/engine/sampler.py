@@ -58,7 +58,9 @@ class Sampler:
         self._end_ids = np.array(sorted({*end_ids, *params.stop_token_ids}), dtype=np.int64)
         self._eos_ids = np.array(sorted(set(end_ids)), dtype=np.int64)
         self._counts: Counter[int] = Counter()
-        self._seen: set[int] = set(prompt) if params.repetition_penalty != 1.0 else set()
+        self._repeats = params.repetition_penalty != 1.0
+        self._seen: set[int] = set(prompt) if self._repeats else set()
+        self._seen_ids = _as_ids(self._seen)
 
     def pick(self, logits: npt.ArrayLike, *, row: str = "0") -> Choice:
         """Choose for the current step from ``logits`` (vocabulary, FP32, host memory; not changed, not kept).
@@ -82,7 +84,9 @@ class Sampler:
         self.step += 1
         if self.params.penalised:
             self._counts[token] += 1
+        if self._repeats and token not in self._seen:
             self._seen.add(token)
+            self._seen_ids = np.append(self._seen_ids, token)
 
     def _adjusted(self, values: Row) -> Row | Row64:
         """Steps 2 to 4; the row itself where nothing applies."""
@@ -95,14 +99,15 @@ class Sampler:
             if id_ < len(adjusted):
                 adjusted[id_] += bias
         adjusted[forbidden] = -np.inf
-        if params.repetition_penalty != 1.0:
-            seen = _within(self._seen, len(adjusted))
+        if self._repeats:
+            seen = self._seen_ids[self._seen_ids < len(adjusted)]
             old = adjusted[seen]
             adjusted[seen] = np.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
         if self._counts and (params.frequency_penalty or params.presence_penalty):
-            said = _within(self._counts, len(adjusted))
-            counts = np.array([self._counts[int(id_)] for id_ in said], dtype=np.float64)
-            adjusted[said] -= params.frequency_penalty * counts + params.presence_penalty
+            said = _as_ids(self._counts)
+            counts = np.fromiter(self._counts.values(), dtype=np.float64, count=len(self._counts))
+            inside = said < len(adjusted)
+            adjusted[said[inside]] -= params.frequency_penalty * counts[inside] + params.presence_penalty
         return adjusted
 
     def _forbidden(self, vocabulary: int) -> Ids:
@@ -173,8 +178,8 @@ def token_logprobs(values: Row, token: int, count: int) -> tuple[float, tuple[tu
     wide = values.astype(np.float64)
     largest = wide.max()
     log_total = float(largest + np.log(np.exp(wide - largest).sum()))
-    top = ranked(values, min(count, len(values))) if count else []
-    return float(wide[token]) - log_total, tuple((int(id_), float(wide[id_]) - log_total) for id_ in top)
+    top: list[int] = ranked(values, min(count, len(values))).tolist() if count else []
+    return float(wide[token]) - log_total, tuple((id_, float(wide[id_]) - log_total) for id_ in top)
 
 
 def _weights(values: Row | Row64, temperature: float) -> Row64:
@@ -212,5 +217,5 @@ def _above_min_p(ids: Ids, weights: Row64, min_p: float) -> tuple[Ids, Row64]:
     return ids[order], weights[order]
 
 
-def _within(ids: Iterable[int], vocabulary: int) -> Ids:
-    return np.array(sorted(id_ for id_ in ids if 0 <= id_ < vocabulary), dtype=np.int64)
+def _as_ids(ids: Collection[int]) -> Ids:
+    return np.fromiter(ids, dtype=np.int64, count=len(ids))

@@ -32,8 +32,11 @@ class TextStream:
         stop: Sequence[str] = (),
         parser: AnswerParser | None = None,
     ) -> None:
-        """``end_ids`` end the answer and are not shown (EOS ids and the request's own); ``stop`` likewise as text."""
-        self._end_ids = frozenset(end_ids)
+        """``end_ids`` end the answer and are not shown (EOS ids and the request's own); ``stop`` likewise as text,
+        and as the token itself where it names one that is never shown (``<|im_end|>``)."""
+        hidden = {token_id: text for text in stop if (token_id := tokenizer.token_id(text)) in tokenizer.hidden_ids}
+        self._stop_of: dict[int | None, str] = hidden
+        self._end_ids = frozenset(end_ids).union(id_ for id_ in hidden if id_ is not None)
         self._parser = parser if parser is not None else AnswerParser()
         markers = (tokenizer.token_id(marker) for marker in self._parser.markers)
         shown = frozenset(id_ for id_ in markers if id_ is not None) - self._end_ids
@@ -50,7 +53,7 @@ class TextStream:
         if self._parser.in_reasoning:
             self.num_reasoning_tokens += 1
         if token_id in self._end_ids:
-            return self._close(Finish("stop", stop_id=token_id))
+            return self._close(Finish("stop", self._stop_of.get(token_id), token_id))
         return self._take(self._decoder.push(token_id))
 
     def close(self) -> list[AnswerEvent]:
