@@ -64,6 +64,11 @@ def test_missing_architectures_are_named(names: Any) -> None:
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope type 'llama3'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
+        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"norm_type": "layernorm"}, "norm_type 'layernorm'"),
+        ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size 64"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"hidden_size": True}, "hidden_size is True"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
@@ -122,6 +127,8 @@ def test_qwen3_notations() -> None:
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e7}}, "rope type 'yarn'"),
         ({"mlp_only_layers": [1]}, "mlp_only_layers"),
         ({"attn_output_gate": False}, "attn_output_gate False"),
+        ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers"),
+        ({"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
     ],
 )
 def test_qwen4_refuses(change: dict[str, Any], words: str) -> None:

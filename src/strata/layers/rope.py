@@ -6,7 +6,7 @@ Legend: T rows, R rotary half width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -46,7 +46,10 @@ class RopeTable:
             return pages[0][0][cut], pages[0][1][cut]
         return torch.cat([cos for cos, _ in pages])[cut], torch.cat([sin for _, sin in pages])[cut]
 
-    def at(self, positions: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos_TR, sin_TR) of any positions, at least one."""
+        if isinstance(positions, range):
+            cos_TR, sin_TR = self.rows(positions[0], positions[-1] - positions[0] + 1)
+            return cos_TR[:: positions.step].contiguous(), sin_TR[:: positions.step].contiguous()
         picked = [(self._page(p // PAGE), p % PAGE) for p in positions]
         return torch.stack([page[0][i] for page, i in picked]), torch.stack([page[1][i] for page, i in picked])

@@ -13,6 +13,23 @@ from strata.errors import CheckpointError
 __all__ = ["ConfigReader"]
 
 _ABSENT = object()
+_PLAIN: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "norm_type": "rmsnorm",
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0,
+    "logit_scale": 1.0,
+}
 _LARGEST = 1 << 31  # no size of a real model reaches it, and products of two stay in 64 bits
 
 
@@ -95,6 +112,11 @@ class ConfigReader:
         if kind not in ("default", "mrope"):
             raise self.refusal(f"rope type {kind!r} is not implemented", "implemented: 'default'")
         return reader
+
+    def refuse_foreign_arithmetic(self) -> None:
+        """Keys by which other models differ in norms, routing or logits, at any value but the plain one."""
+        for key, plain in _PLAIN.items():
+            self.require(key, plain)
 
     def refusal(self, what: str, hint: str = "") -> CheckpointError:
         return CheckpointError(f"{self._where}: {what}", hint)

@@ -124,12 +124,10 @@ def read_config(raw: Mapping[str, Any]) -> Qwen4ExpConfig:
     multimodal = outer.has("text_config")
     text = outer.nested("text_config") if multimodal else outer
     text.choice("model_type", ("qwen4_exp_text", "qwen4_exp"), default="qwen4_exp_text")
-    text.require("hidden_act", "silu")
-    text.require("attention_bias", False)
+    text.refuse_foreign_arithmetic()
     text.require("attn_output_gate", True)
-    text.require("decoder_sparse_step", 1)
-    text.require("mlp_only_layers", [])
-    text.require("use_sliding_window", False)
+    if text.integer("mtp_num_hidden_layers", default=0, least=0) > 1:
+        raise text.refusal("mtp_num_hidden_layers is more than the one draft block that is implemented")
     kinds = _layer_kinds(text)
     sizes = _attention_sizes(text) | _delta_sizes(text) | _expert_sizes(text)
     vocabulary, hidden = text.integer("vocab_size"), text.integer("hidden_size")
