@@ -96,6 +96,11 @@ class PackReader:
         """Bytes of memory that ``load_dense`` takes, for a plan."""
         return sum(spec.nbytes for spec in self._dense_specs.values())
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files of the pack."""
+        return sum(path.stat().st_size for path in self._listed())
+
     def matrix_bytes(self, name: str) -> int:
         """Bytes of one canonical dense weight in memory; 0 for a tied one and for a table."""
         return sum(spec.nbytes for key in (name, name + SCALES_SUFFIX) if (spec := self._dense_specs.get(key)))
@@ -153,7 +158,7 @@ class PackReader:
 
     def check(self, progress: Callable[[str, int, int], None] | None = None) -> int:
         """Reads and checks every byte of the pack; returns how many. Raises ``CheckpointError`` at the first damage."""
-        total = sum(path.stat().st_size for path in self._listed())
+        total = self.total_bytes
         done = (self.folder / MANIFEST_FILE).stat().st_size
 
         def step(what: str, nbytes: int) -> None:

@@ -47,12 +47,13 @@ class Checkpoint:
     """The tensors of one checkpoint folder by name. Owns its open files; ``close()`` or ``with`` ends them.
 
     ``specs`` holds every tensor of every shard, checked against the index and the headers;
-    ``config`` is the parsed config.json.
+    ``config`` is the parsed config.json; ``bytes_read`` counts what ``read`` has taken from the files.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = find_checkpoint(folder)
         self.config = read_json_object(self.folder / "config.json")
+        self.bytes_read = 0
         self._files: dict[Path, int] = {}
         self.specs: dict[str, TensorSpec] = _collect(self.folder)
 
@@ -75,6 +76,7 @@ class Checkpoint:
             shape = (stop - start, *shape[1:])
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype)
+        self.bytes_read += nbytes
         data = read_bytes(self._file(spec.path), offset, nbytes, f"{spec.path}: tensor {name!r}")
         return torch.from_numpy(data).view(dtype).reshape(shape)
 

@@ -1,0 +1,26 @@
+"""``strata export PACK FOLDER``: turns a pack back into a Hugging Face checkpoint in BF16.
+
+Lives in ``cli``: names options and draws the bar; the work is ``checkpoint``'s.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from strata.cli.loading import phase_bars
+
+
+def command(
+    pack: Annotated[Path, typer.Argument(help="A Strata pack.")],
+    destination: Annotated[Path, typer.Argument(help="The checkpoint's folder, which must not exist yet.")],
+) -> None:
+    """Writes config, tokenizer, and BF16 weights that transformers and others load."""
+    from strata.checkpoint.export import export_checkpoint
+
+    with phase_bars() as on_progress:
+        path = export_checkpoint(pack, destination, progress=on_progress)
+    size = sum(file.stat().st_size for file in path.iterdir())
+    print(f"{path}: {size:,} bytes")

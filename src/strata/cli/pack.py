@@ -1,0 +1,31 @@
+"""``strata pack SOURCE PACK``: makes a pack of a Hugging Face checkpoint.
+
+Lives in ``cli``: names options and draws the bar; the work is ``checkpoint``'s.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from strata.cli.loading import phase_bars
+
+
+def command(
+    source: Annotated[Path, typer.Argument(help="A checkpoint folder: config.json and *.safetensors.")],
+    destination: Annotated[Path, typer.Argument(help="The pack's folder, which must not exist yet.")],
+    experts: Annotated[str, typer.Option(help="Format of routed experts: nvfp4, q8_0, or bf16.")] = "nvfp4",
+    dense: Annotated[str, typer.Option(help="Format of all other matrices: q8_0, bf16, or f32.")] = "q8_0",
+    hyper: Annotated[str, typer.Option(help="Format of hyper-connections: bf16, q8_0, or f32.")] = "bf16",
+) -> None:
+    """Makes a pack of a checkpoint. Experts that are NVFP4 already are taken over without loss."""
+    from strata.checkpoint.pack_writer import PackOptions, pack_checkpoint
+    from strata.models import find
+
+    options = PackOptions(experts=experts, dense=dense, hyper=hyper)  # type: ignore[arg-type] # checked there
+    with phase_bars() as on_progress:
+        path = pack_checkpoint(source, destination, find, options, on_progress)
+    size = sum(file.stat().st_size for file in path.iterdir())
+    print(f"{path}: {size:,} bytes; look at it with: strata inspect {path}")
