@@ -71,5 +71,5 @@ def test_a_difference_is_placed() -> None:
 def test_arms_have_names_of_their_own(model: OpenModel) -> None:
     names = [arm.name for arm in all_arms(model)]
     assert len(set(names)) == len(names)
-    assert len(demo_arms(model)) == 4
+    assert len(demo_arms(model, 100)) == 4
     assert len(self_tests(model)) == 6

@@ -17,6 +17,7 @@ from strata.engine.models import OpenModel
 from strata.engine.runtime import Runtime
 from strata.engine.session import Session
 from strata.errors import StrataError
+from strata.experts.dispatch import WINDOW_ROWS
 from strata.experts.injection import FaultInjection
 from strata.experts.tiers import Tier
 from strata.kernels.host import HostFaults
@@ -144,15 +145,23 @@ def all_arms(model: OpenModel) -> list[Arm]:
     ]
 
 
-def demo_arms(model: OpenModel) -> list[Arm]:
-    """The four placements of ``strata demo``."""
+STREAMED = ("ring_loads", "direct_bytes", "staged_bytes")
+
+
+def demo_arms(model: OpenModel, prompt_rows: int) -> list[Arm]:
+    """The four placements of ``strata demo``. A prompt short enough to run as a decode window streams nothing."""
     chosen = {
         "all in VRAM": "all experts fast",
         "arena, path 1": "a quarter of the slots",
         "resident, refused half-way": "pinned, pageable and CPU",
         "budget and file": "half in RAM, half in the file",
     }
-    return [dataclasses.replace(arm, name=chosen[arm.name]) for arm in all_arms(model) if arm.name in chosen]
+    idle = STREAMED if prompt_rows <= WINDOW_ROWS else ()
+    return [
+        dataclasses.replace(arm, name=chosen[arm.name], must=tuple(name for name in arm.must if name not in idle))
+        for arm in all_arms(model)
+        if arm.name in chosen
+    ]
 
 
 def self_tests(model: OpenModel) -> list[SelfTest]:

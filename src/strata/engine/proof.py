@@ -55,7 +55,7 @@ class Proof:
         ids = self._model.text.tokenizer.encode(prompt)
         script = Script((len(ids),), self._script.decode_tokens, prompts=(tuple(ids),))
         yield from placements.run_arms(
-            self._model, self._requested, placements.demo_arms(self._model), script, on_progress
+            self._model, self._requested, placements.demo_arms(self._model, len(ids)), script, on_progress
         )
 
     def self_tests(self) -> Iterator[ArmResult]:
