@@ -2,13 +2,19 @@
 
 #include <cstring>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #define STRATA_EXPORT __attribute__((visibility("default")))
 
 namespace {
 
 constexpr int kLanes = 8;
 constexpr size_t kStripe = kLanes * sizeof(uint64_t);
-constexpr size_t kCopyBlock = 16 * 1024;  // copied, then hashed while it still lies in the first cache
+// A copy of at least this many bytes goes past the caches: it would not fit into them, and a cached store first reads
+// what it overwrites.
+constexpr size_t kStreamBytes = 256 * 1024;
 
 // Odd constants with no pattern in their bits (fractions of the golden ratio and of square roots).
 constexpr uint64_t kLaneMultiplier = 0x9E3779B97F4A7C15ull;
@@ -26,6 +32,13 @@ inline uint64_t load_word(const unsigned char* address) {
     return word;
 }
 
+inline void store_word(unsigned char* address, uint64_t word) {
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    word = __builtin_bswap64(word);
+#endif
+    std::memcpy(address, &word, sizeof word);
+}
+
 struct Lanes {
     uint64_t value[kLanes];
 
@@ -33,22 +46,27 @@ struct Lanes {
         for (int lane = 0; lane < kLanes; ++lane) value[lane] = kMixMultiplier * static_cast<uint64_t>(lane + 1);
     }
 
-    // Whole stripes only. Local copies keep the lanes in registers; eight independent chains hide the multiply.
-    void take(const unsigned char* data, size_t stripes) {
+    // Whole stripes only; `store(offset, word)` sees every word as it is taken. Local copies keep the lanes in
+    // registers; eight independent chains hide the multiply.
+    template <class Store>
+    void take(const unsigned char* data, size_t stripes, Store&& store) {
         uint64_t a0 = value[0], a1 = value[1], a2 = value[2], a3 = value[3];
         uint64_t a4 = value[4], a5 = value[5], a6 = value[6], a7 = value[7];
-        for (size_t stripe = 0; stripe < stripes; ++stripe, data += kStripe) {
-            a0 = rotate_left(a0 ^ load_word(data), 31) * kLaneMultiplier;
-            a1 = rotate_left(a1 ^ load_word(data + 8), 31) * kLaneMultiplier;
-            a2 = rotate_left(a2 ^ load_word(data + 16), 31) * kLaneMultiplier;
-            a3 = rotate_left(a3 ^ load_word(data + 24), 31) * kLaneMultiplier;
-            a4 = rotate_left(a4 ^ load_word(data + 32), 31) * kLaneMultiplier;
-            a5 = rotate_left(a5 ^ load_word(data + 40), 31) * kLaneMultiplier;
-            a6 = rotate_left(a6 ^ load_word(data + 48), 31) * kLaneMultiplier;
-            a7 = rotate_left(a7 ^ load_word(data + 56), 31) * kLaneMultiplier;
+        const auto step = [&](uint64_t lane, size_t at) {
+            const uint64_t word = load_word(data + at);
+            store(at, word);
+            return rotate_left(lane ^ word, 31) * kLaneMultiplier;
+        };
+        for (size_t at = 0; at < stripes * kStripe; at += kStripe) {
+            a0 = step(a0, at), a1 = step(a1, at + 8), a2 = step(a2, at + 16), a3 = step(a3, at + 24);
+            a4 = step(a4, at + 32), a5 = step(a5, at + 40), a6 = step(a6, at + 48), a7 = step(a7, at + 56);
         }
         value[0] = a0, value[1] = a1, value[2] = a2, value[3] = a3;
         value[4] = a4, value[5] = a5, value[6] = a6, value[7] = a7;
+    }
+
+    void take(const unsigned char* data, size_t stripes) {
+        take(data, stripes, [](size_t, uint64_t) {});
     }
 
     // The tail (less than a stripe), padded with zeros, then the fold. `nbytes` tells a padded zero from a real one.
@@ -83,14 +101,20 @@ STRATA_EXPORT uint64_t strata_copy_with_checksum(void* target, const void* sourc
     unsigned char* out = static_cast<unsigned char*>(target);
     const unsigned char* data = static_cast<const unsigned char*>(source);
     Lanes lanes;
-    size_t left = nbytes;
-    while (left >= kCopyBlock) {
-        std::memcpy(out, data, kCopyBlock);
-        lanes.take(data, kCopyBlock / kStripe);
-        out += kCopyBlock, data += kCopyBlock, left -= kCopyBlock;
+    const size_t stripes = nbytes / kStripe;
+#if defined(__SSE2__)
+    if (nbytes >= kStreamBytes && reinterpret_cast<uintptr_t>(out) % 8 == 0) {
+        lanes.take(data, stripes, [out](size_t at, uint64_t word) {
+            _mm_stream_si64(reinterpret_cast<long long*>(out + at), static_cast<long long>(word));
+        });
+        _mm_sfence();  // stores past the caches are ordered before whatever tells of the copy
+    } else
+#endif
+    {
+        lanes.take(data, stripes, [out](size_t at, uint64_t word) { store_word(out + at, word); });
     }
-    std::memcpy(out, data, left);
-    lanes.take(data, left / kStripe);
-    return lanes.finish(data + left / kStripe * kStripe, left % kStripe, nbytes);
+    const size_t whole = stripes * kStripe;
+    if (whole < nbytes) std::memcpy(out + whole, data + whole, nbytes - whole);
+    return lanes.finish(data + whole, nbytes - whole, nbytes);
 }
 }
