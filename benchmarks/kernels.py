@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from strata.benchmark_record import record_path
@@ -24,18 +25,26 @@ def main() -> int:
     parser.add_argument("--threads", type=int, help="threads, the caller included; default: the physical cores")
     parser.add_argument("--gib", type=float, default=4.0, help="experts in memory, each read once a pass")
     parser.add_argument("--repeats", type=int, default=5, help="passes; the best counts")
+    parser.add_argument("--gpu", action="store_true", help="also the GPU's kernel on page-locked RAM, alone and beside")
     words = parser.parse_args()
     command = f"python benchmarks/kernels.py --machine {words.machine}"
     command += f" --threads {words.threads}" if words.threads else ""
     command += f" --gib {words.gib:g}" if words.gib != 4.0 else ""
+    command += " --gpu" if words.gpu else ""
     try:
         record = bench_kernels(gib=words.gib, threads=words.threads, repeats=words.repeats, command=command)
+        if words.gpu:
+            from strata.kernels.cuda.bench import bench_alias
+
+            more = bench_alias(gib=words.gib, threads=words.threads)
+            record = replace(record, figures={**record.figures, **more})
         record.write(record_path(RESULTS, words.machine, "kernels"))
     except StrataError as error:
         print(f"strata: error: {error}", file=sys.stderr)
         return error.exit_status
     for name, figure in record.figures.items():
-        print(f"{name}: {figure.value:.2f} {figure.unit}, {figure.percent} % of {figure.ceiling:.2f}")
+        share = f", {figure.percent} % of {figure.ceiling:.2f}" if figure.ceiling else ""
+        print(f"{name}: {figure.value:.2f} {figure.unit}{share}")
     print(record.line())
     return 0
 

@@ -24,10 +24,10 @@ from strata.kernels.cpu import library, pool
 from strata.kernels.cpu.experts import ExpertKernel, ExpertTasks, group_picks
 from strata.quant import ExpertFormat, ExpertLayout
 
-__all__ = ["bench_kernels", "machine"]
+__all__ = ["EXPERTS_PER_CALL", "ExpertsInMemory", "bench_kernels", "kernel_pass", "machine"]
 
 _HUGE = 2 << 20
-_EXPERTS_PER_CALL = 8
+EXPERTS_PER_CALL = 8
 """Experts of one call, about the picks of a token in one layer."""
 
 
@@ -42,33 +42,38 @@ def machine() -> dict[str, object]:
     return {"cpu": model, "isa": library.isa(), "cores": pool.default_threads(), "ram_gib": round(ram, 1)}
 
 
-class _Experts:
-    """Distinct copies of a few random experts in huge pages, ``nbytes`` in all."""
+def huge_pages(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Anonymous memory that starts at a huge page and asks for them; freed with the array."""
+    memory = mmap.mmap(-1, nbytes + _HUGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % _HUGE
+    return whole[start : start + nbytes]
 
-    def __init__(self, layout: ExpertLayout, nbytes: int) -> None:
+
+class ExpertsInMemory:
+    """Distinct copies of a few random experts that fill ``memory``."""
+
+    def __init__(self, layout: ExpertLayout, memory: npt.NDArray[np.uint8]) -> None:
         self.layout = layout
-        self.count = max(_EXPERTS_PER_CALL, nbytes // layout.blob_bytes)
-        self._memory = mmap.mmap(-1, self.count * layout.blob_bytes + _HUGE)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = np.frombuffer(self._memory, np.uint8)
-        start = -whole.ctypes.data % _HUGE
-        self.blobs = whole[start : start + self.count * layout.blob_bytes].reshape(self.count, -1)
+        self.count = len(memory) // layout.blob_bytes
+        self.blobs = memory[: self.count * layout.blob_bytes].reshape(self.count, -1)
         random = torch.Generator().manual_seed(0)
         wide, tall = (layout.intermediate, layout.hidden), (layout.hidden, layout.intermediate)
         blobs, scales = layout.pack_weights(
-            *(torch.randn(_EXPERTS_PER_CALL, *shape, generator=random) for shape in (wide, wide, tall))
+            *(torch.randn(EXPERTS_PER_CALL, *shape, generator=random) for shape in (wide, wide, tall))
         )
         for e in range(self.count):
-            self.blobs[e] = blobs[e % _EXPERTS_PER_CALL].numpy()
-        self.scales = np.tile(scales.numpy(), (-(-self.count // _EXPERTS_PER_CALL), 1))[: self.count]
+            self.blobs[e] = blobs[e % EXPERTS_PER_CALL].numpy()
+        self.scales = np.tile(scales.numpy(), (-(-self.count // EXPERTS_PER_CALL), 1))[: self.count]
 
     def calls(self, rows: int) -> list[ExpertTasks]:
         """Calls that together compute every expert once, for ``rows`` rows."""
         addresses = (self.blobs.ctypes.data + np.arange(self.count) * self.layout.blob_bytes).astype(np.uint64)
         calls = []
-        for first in range(0, self.count, _EXPERTS_PER_CALL):
-            here = np.arange(first, min(first + _EXPERTS_PER_CALL, self.count), dtype=np.int32)
+        for first in range(0, self.count, EXPERTS_PER_CALL):
+            here = np.arange(first, min(first + EXPERTS_PER_CALL, self.count), dtype=np.int32)
             tasks = group_picks(np.tile(here, (rows, 1)))
             tasks.place(addresses, self.scales)
             calls.append(tasks)
@@ -87,10 +92,11 @@ def _sum(blobs: npt.NDArray[np.uint8]) -> Callable[[], object]:
     return lambda: library.check(add(blobs.ctypes.data, blobs.size, ctypes.byref(result)))
 
 
-def _kernel_pass(experts: _Experts, rows: int) -> Callable[[], object]:
+def kernel_pass(experts: ExpertsInMemory, rows: int) -> Callable[[], object]:
+    """A call that computes every expert once for ``rows`` rows."""
     kernel = ExpertKernel(experts.layout)
     x = torch.randn(rows, experts.layout.hidden, generator=torch.Generator().manual_seed(1))
-    out = torch.zeros(rows * _EXPERTS_PER_CALL, experts.layout.hidden)
+    out = torch.zeros(rows * EXPERTS_PER_CALL, experts.layout.hidden)
     flags = np.zeros(rows, np.uint8)
     calls = experts.calls(rows)
 
@@ -124,10 +130,11 @@ def bench_kernels(
     if gib > free * 0.9:
         raise ConfigError(f"{gib:.1f} GiB of experts asked, {free:.1f} GiB of RAM are free", "pass a smaller --gib")
     used = pool.configure(threads)
-    experts = _Experts(ExpertLayout(hidden, intermediate, format), int(gib * 2**30))
+    layout = ExpertLayout(hidden, intermediate, format)
+    experts = ExpertsInMemory(layout, huge_pages(max(int(gib * 2**30), EXPERTS_PER_CALL * layout.blob_bytes)))
     read = experts.count * experts.layout.payload_bytes
     works = {"sum": (experts.blobs.size, _sum(experts.blobs))}
-    works |= {str(count): (read, _kernel_pass(experts, count)) for count in rows}
+    works |= {str(count): (read, kernel_pass(experts, count)) for count in rows}
     rates: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats):
         for name, (nbytes, work) in works.items():
