@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from strata.benchmark_record import Figure, Record, measured, record_path
+from strata.kernels.bench import machine
+
+RESULTS = Path(__file__).resolve().parent / "results"
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 2048, 32, 4, 128
 EXPERTS, TOP_K, INTERMEDIATE, VOCAB = 128, 8, 768, 151936
 
@@ -127,7 +131,7 @@ def serve_strata(model: Path, threads: int) -> None:
     """Child: the same dialogue, answered by Strata with every expert resident."""
     from strata import Engine
 
-    engine = Engine.load(str(model), threads=threads, device="cpu", max_context=2048, expert_cache="0")
+    engine = Engine.load(model, threads=threads, device="cpu", max_context=2048, expert_cache=0, arena_pin_gib="none")
     print(json.dumps({"ready": engine.describe()}), flush=True)
     for line in sys.stdin:
         ask = json.loads(line)
@@ -167,16 +171,21 @@ def fresh_prompt(run: int, length: int) -> list[int]:
     return [(run * 7919 + 17 + index * 104729) % (VOCAB - 1) for index in range(length)]
 
 
-def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Figure]:
     gguf_path, pack_path = folder / "shape.gguf", folder / "pack"
     if not gguf_path.exists():
         write_gguf(gguf_path, arguments.layers)
     if not pack_path.exists():
         from strata.checkpoint.random_model import write_random_pack
+        from strata.models import find
         from strata.models.known_shapes import known_config
+        from strata.text.byte_tokenizer import byte_tokenizer
+        from strata.text.tokenizer_files import tokenizer_files
 
         config = {**known_config("qwen3-30b"), "num_hidden_layers": arguments.layers}
-        write_random_pack(pack_path, config, seed=1)
+        byte_tokenizer(folder / "tokenizer")
+        files = tuple(tokenizer_files(folder / "tokenizer"))
+        write_random_pack(pack_path, config, find, seed=1, tokenizer_files=files)
     rates: dict[str, dict[str, list[float]]] = {}
     children = {
         "llamacpp": Child("llamacpp", gguf_path, arguments.threads),
@@ -194,30 +203,19 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             print(f"run {number} {name}: decode {rate['decode'][-1]:.2f}, prompt {rate['prompt'][-1]:.1f} tok/s")
     for child in children.values():
         child.close()
-    return figures(rates, arguments)
+    return figures(rates, arguments.prompt)
 
 
-def figures(rates: dict[str, dict[str, list[float]]], arguments: argparse.Namespace) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for what in ("decode", "prompt"):
-        pairs = [a / b for a, b in zip(rates["strata"][what], rates["llamacpp"][what], strict=True)]
-        result[f"cpu_{what}_over_llamacpp"] = {
-            "value": statistics.median(pairs),
-            "unit": "ratio",
-            "min": min(pairs),
-            "max": max(pairs),
-            "runs": len(pairs),
-        }
-        for name in ("strata", "llamacpp"):
-            values = rates[name][what]
-            result[f"{what}_{name}"] = {
-                "value": statistics.median(values),
-                "unit": "tok/s",
-                "min": min(values),
-                "max": max(values),
-                "runs": len(values),
-                "context_tokens": 8 if what == "decode" else arguments.prompt,
-            }
+def figures(rates: dict[str, dict[str, list[float]]], prompt: int) -> dict[str, Figure]:
+    """The ratios pair by pair, and what each engine reached."""
+    result: dict[str, Figure] = {}
+    for what, context in (("decode", 8), ("prompt", prompt)):
+        ours, theirs = rates["strata"][what], rates["llamacpp"][what]
+        pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
+        result[f"cpu_{what}_over_llamacpp"] = measured([round(pair, 3) for pair in pairs], "ratio")
+        for name, values in (("strata", ours), ("llamacpp", theirs)):
+            figure = measured([round(value, 2) for value in values], "tok/s")
+            result[f"{what}_{name}"] = replace(figure, context_tokens=context, routing="random")
     return result
 
 
@@ -241,8 +239,11 @@ def main() -> None:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         result = run(arguments, folder)
+    command = f"python benchmarks/llamacpp_cpu.py --machine {arguments.machine} --threads {arguments.threads}"
+    record = Record(command, machine() | {"threads": arguments.threads, "layers": arguments.layers}, result)
+    record.write(record_path(RESULTS, arguments.machine, "llamacpp"))
     print(f"{time.time() - began:.0f} s")
-    print(json.dumps(result))
+    print(record.line())
 
 
 if __name__ == "__main__":
