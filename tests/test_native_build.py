@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from strata.version import VERSION
 from tests.load_tool import load_tool
 
 
@@ -139,7 +140,9 @@ def test_the_wheel_serves_every_python(root: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         assert {"strata/_native/libstrata_cpu.so", "strata/py.typed", "strata/_commit.txt"} <= names
-        assert not [name for name in names if name.startswith(("tests/", "tools/", "csrc/"))]
+        assert {name.partition("/")[0] for name in names} == {"strata", f"strata_moe-{VERSION}.dist-info"}
+        listed = subprocess.run(["git", "ls-files", "src/strata"], cwd=root, capture_output=True, text=True, check=True)
+        assert {name.removeprefix("src/") for name in listed.stdout.split()} <= names, "a file is in no package data"
         archive.extractall(tmp_path / "unpacked")
     code = "import sys; sys.path.insert(0, sys.argv[1]); from strata.cli.app import main; main(['--version'])"
     result = subprocess.run(

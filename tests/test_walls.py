@@ -120,7 +120,6 @@ def test_only_configuration_reads_the_environment() -> None:
     allowed = {
         "config_sources.py",
         "paths.py",
-        "cli/configure.py",
         "kernels/cpu/library.py",  # STRATA_ISA, before any configuration: which code the library may run
     }
     wrong = [

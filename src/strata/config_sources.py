@@ -20,8 +20,9 @@ from typing import Any
 from strata.config import BY_NAME, ENVIRONMENT_PREFIX, OPTIONS, OTHER_VARIABLES, Option, Origin, Requested
 from strata.errors import ConfigError
 from strata.option_values import format_value
+from strata.paths import find_home
 
-__all__ = ["Effect", "format_configuration", "resolve", "unknown_variables"]
+__all__ = ["Effect", "format_configuration", "resolve", "resolve_here", "unknown_variables"]
 
 
 def suggest(word: str, among: Iterable[str]) -> str:
@@ -95,6 +96,29 @@ def resolve(
     requested = dataclasses.replace(base or Requested(), **values)
     refuse_contradictions(requested)
     return requested
+
+
+def resolve_here(
+    *, command_line: Mapping[str, object] | None = None, arguments: Mapping[str, object] | None = None
+) -> Requested:
+    """``resolve`` with what this process has: its environment, STRATA_HOME/config.toml, and the model's own file.
+
+    The model may be named by any origin; its file is looked for once it is known.
+    """
+    home = find_home()
+
+    def read(model_file: Path | None) -> Requested:
+        return resolve(
+            command_line=command_line,
+            arguments=arguments,
+            environment=os.environ,
+            model_file=model_file,
+            home_file=home.config_file,
+        )
+
+    requested = read(None)
+    model_file = home.model_file(requested.model)
+    return read(model_file) if model_file is not None and model_file.exists() else requested
 
 
 def refuse_contradictions(requested: Requested) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Annotated, Any
@@ -15,11 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from strata.config import OPTIONS, Option, Requested
-from strata.config_sources import Effect, format_configuration, resolve, unknown_variables
+from strata.config_sources import Effect, format_configuration, resolve_here, unknown_variables
 from strata.errors import ConfigError
 from strata.logs import set_up_logging
 from strata.option_values import format_value
-from strata.paths import find_home
 
 __all__ = ["Configure", "flag_parameters"]
 
@@ -83,13 +81,7 @@ class Configure:
             if flags.get("model") is not None:
                 raise ConfigError(f"the model is named twice: {model} and --model {flags['model']}", "leave one out")
             flags["model"] = model
-        home = find_home()
-        requested = resolve(command_line=flags, environment=os.environ, home_file=home.config_file)
-        model_file = home.model_file(requested.model)
-        if model_file is not None and model_file.exists():
-            requested = resolve(
-                command_line=flags, environment=os.environ, model_file=model_file, home_file=home.config_file
-            )
+        requested = resolve_here(command_line=flags)
         set_up_logging(requested.log_level, requested.log_file)
         for line in unknown_variables():
             logger.warning(line)

@@ -16,15 +16,15 @@ from typing import Any, cast
 
 from strata.checkpoint.pack_writer import Progress
 from strata.config import Requested
-from strata.config_sources import resolve
+from strata.config_sources import Effect, resolve_here
 from strata.engine.cancellation import Cancellation, Cancelled
+from strata.engine.effects import plan_effects
 from strata.engine.generation import Piece, answer
 from strata.engine.models import OpenModel, open_model
 from strata.engine.runtime import Runtime, RuntimeStatistics
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.session import Session
 from strata.errors import EngineError, RequestError
-from strata.paths import find_home
 from strata.text.pipeline import ChatPrompt, TextPipeline
 from strata.text.stream import TextStream
 
@@ -106,11 +106,7 @@ class Engine:
         if requested is None:
             if model is not None:
                 options["model"] = os.fspath(model)
-            home = find_home()
-            model_file = home.model_file(None if model is None else os.fspath(model))
-            requested = resolve(
-                arguments=options, environment=os.environ, model_file=model_file, home_file=home.config_file
-            )
+            requested = resolve_here(arguments=options)
         opened = open_model(requested.model, on_progress=on_progress)
         try:
             return cls(opened, requested, Runtime.open(opened, requested, on_progress=on_progress))
@@ -183,8 +179,10 @@ class Engine:
         *,
         cancellation: Cancellation | None = None,
         on_prompt: Callable[[int, int], None] | None = None,
+        on_usage: Callable[[Usage], None] | None = None,
     ) -> Iterator[Piece]:
-        """Pieces of the answer; waits its turn first. Closing the iterator cancels. ``last_usage`` is set at the end.
+        """Pieces of the answer; waits its turn first. Closing the iterator cancels. At the end ``last_usage`` is set
+        and ``on_usage`` called with it, before the next request has its turn.
 
         The session keeps what was read and said, so a prompt that goes on from there is not read again.
         """
@@ -194,10 +192,14 @@ class Engine:
                 self._cancelled += 1
                 yield Piece((), None, "cancelled")
                 return
-            yield from self._run(request, cancellation, on_prompt)
+            yield from self._run(request, cancellation, on_prompt, on_usage)
 
     def _run(
-        self, request: Request, cancellation: Cancellation, on_prompt: Callable[[int, int], None] | None
+        self,
+        request: Request,
+        cancellation: Cancellation,
+        on_prompt: Callable[[int, int], None] | None,
+        on_usage: Callable[[Usage], None] | None,
     ) -> Iterator[Piece]:
         self._requests += 1
         session = self._session = self._session or Session(self._runtime)
@@ -221,7 +223,9 @@ class Engine:
         finally:
             self._active = None
             self._cancelled += not ended
-            self._account(session, before, len(request.ids), kept, count)
+            usage = self._account(session, before, len(request.ids), kept, count)
+            if on_usage:
+                on_usage(usage)
 
     def _step(self, pieces: Iterator[Piece]) -> Piece | None:
         """The next piece; the memory that it computes in cannot be freed meanwhile, only between two steps."""
@@ -254,7 +258,7 @@ class Engine:
             cancellation=cancellation,
         )
 
-    def _account(self, session: Session, before: Any, prompt: int, kept: int, count: int) -> None:
+    def _account(self, session: Session, before: Any, prompt: int, kept: int, count: int) -> Usage:
         after = session.statistics()
         usage = Usage(
             prompt,
@@ -267,6 +271,7 @@ class Engine:
         for name in self._totals:
             self._totals[name] += getattr(usage, name)
         self.last_usage = usage
+        return usage
 
     def generate(
         self,
@@ -307,6 +312,15 @@ class Engine:
         return SamplingParams.from_request(dict(given or {}), defaults)
 
     # Being looked at ---------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The model's name for clients: that of its folder."""
+        return self.model.reader.folder.name
+
+    def effects(self) -> list[Effect]:
+        """What became of the options that a plan can overrule."""
+        return plan_effects(self._runtime.plan)
 
     @property
     def max_context(self) -> int:
