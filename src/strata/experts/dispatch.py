@@ -19,9 +19,10 @@ from strata.experts.injection import FaultInjection
 from strata.experts.mover import Move, Mover
 from strata.experts.policy import split_pinned
 from strata.experts.ring import PromptRing
-from strata.experts.store import ExpertStore, Found
+from strata.experts.store import ExpertStore
 from strata.experts.tiers import Tier
-from strata.kernels.cpu.experts import ExpertTasks, group_picks
+from strata.kernels.cpu.experts import ExpertTasks
+from strata.kernels.cpu.picks import GroupedPicks, PickTables
 
 __all__ = ["WINDOW_ROWS", "DispatchCounters", "Dispatcher", "ExpertKernel"]
 
@@ -46,7 +47,7 @@ class ExpertKernel(Protocol):
 class DispatchCounters:
     """Picked experts by the tier that served them (a pick of several rows counts once), and what happened else."""
 
-    by_tier: NDArray[np.int64]
+    by_tier: list[int]
     num_calls: int = 0
     num_alias: int = 0
     num_stale: int = 0
@@ -67,9 +68,9 @@ class Dispatcher:
         pcie_fraction: float = 0.0,
         injection: FaultInjection | None = None,
     ) -> None:
-        self.counters = DispatchCounters(np.zeros(len(Tier), np.int64))
-        self.picks: NDArray[np.int64] = np.zeros((store.num_layers, store.num_experts), np.int64)  # since taken
-        self._store, self._mover, self._kernel, self._scales = store, mover, kernel, scales
+        self.counters = DispatchCounters([0] * len(Tier))
+        self._store, self._mover, self._kernel = store, mover, kernel
+        self._tables = PickTables(store.placements(scales))
         self._open_ring, self._close_ring = open_ring, close_ring
         self._pcie_fraction = pcie_fraction
         self._injection = injection
@@ -79,22 +80,17 @@ class Dispatcher:
         """y_TH of one layer, as ``ExpertExecutor`` says. Raises the named error of a read or copy that failed."""
         num_rows, top_k = ids_TK.shape
         ring = self._ring_for(num_rows, top_k)
-        tasks = group_picks(ids_TK.numpy())
-        experts = tasks.experts.astype(np.int64) + layer * self._store.num_experts
-        found = self._store.find(experts)
-        self._count(layer, tasks, found)
-        tasks.tasks["blob"] = found.address
-        tasks.tasks["scales"] = self._scales[layer, tasks.experts]
-        work = _Work(
-            self._kernel, tasks, x_TH, torch.empty(num_rows * top_k, x_TH.shape[1]), self._start_flags(num_rows)
-        )
+        picks = self._tables.group(layer, ids_TK.numpy())
+        self._count(picks)
+        parts = torch.empty(num_rows * top_k, x_TH.shape[1])
+        work = _Work(self._kernel, layer, picks, x_TH, parts, self._start_flags(num_rows))
         if ring is not None:
-            self._stream(layer, ring, experts, found, work, look_ahead=num_rows >= LOOK_AHEAD_ROWS)
-        elif (found.tier == Tier.FILE).any():
-            self._read(experts, found, work)
+            self._stream(ring, work, look_ahead=num_rows >= LOOK_AHEAD_ROWS)
+        elif picks.by_kind[Tier.FILE]:
+            self._read(work)
         else:
             work.compute_all()
-        return self._kernel.combine(work.parts, weights_TK, work.flags)
+        return self._kernel.combine(parts, weights_TK, work.flags)
 
     def take_flags(self) -> NDArray[np.uint8]:
         """One byte a row of the calls since the last take: 1 where a number was not finite in any layer."""
@@ -103,7 +99,8 @@ class Dispatcher:
 
     def take_picks(self) -> NDArray[np.int64]:
         """[layers, experts] rows that picked each expert since the last take."""
-        picks, self.picks = self.picks, np.zeros_like(self.picks)
+        picks = self._tables.counts.copy()
+        self._tables.counts[:] = 0
         return picks
 
     def _ring_for(self, num_rows: int, top_k: int) -> PromptRing | None:
@@ -112,34 +109,37 @@ class Dispatcher:
         self._close_ring()
         return None
 
-    def _stream(
-        self, layer: int, ring: PromptRing, experts: NDArray[np.int64], found: Found, work: _Work, *, look_ahead: bool
-    ) -> None:
+    def _stream(self, ring: PromptRing, work: _Work, *, look_ahead: bool) -> None:
         """A prompt: VRAM experts are computed in place while the others arrive in the ring."""
-        outside = np.flatnonzero(found.tier != Tier.VRAM)
-        missing = experts[outside]
-        ring.want(missing.tolist())
-        work.compute(np.flatnonzero(found.tier == Tier.VRAM))
-        task_of = dict(zip(missing.tolist(), outside.tolist(), strict=True))
-        prefetch = (lambda: ring.want(self._list_outside(layer + 1))) if look_ahead else None
-        for batch in ring.take(missing.tolist(), prefetch):
-            self._compute_moved(batch, task_of, found, work)
+        kinds = work.picks.kinds
+        outside = np.flatnonzero(kinds != Tier.VRAM)
+        task_of = self._number(work, outside)
+        ring.want(list(task_of))
+        work.compute(np.flatnonzero(kinds == Tier.VRAM))
+        prefetch = (lambda: ring.want(self._list_outside(work.layer + 1))) if look_ahead else None
+        for batch in ring.take(list(task_of), prefetch):
+            self._compute_moved(batch, task_of, work)
 
-    def _read(self, experts: NDArray[np.int64], found: Found, work: _Work) -> None:
+    def _read(self, work: _Work) -> None:
         """Some picks are in the file alone: they are read ahead into staging buffers while the others are computed."""
-        in_file = np.flatnonzero(found.tier == Tier.FILE)
-        waiting = experts[in_file].tolist()
-        task_of = dict(zip(waiting, in_file.tolist(), strict=True))
+        kinds = work.picks.kinds
+        task_of = self._number(work, np.flatnonzero(kinds == Tier.FILE))
+        waiting = list(task_of)
         reading = self._fetch(waiting)
-        work.compute(np.flatnonzero(found.tier != Tier.FILE))
+        work.compute(np.flatnonzero(kinds != Tier.FILE))
         while reading or waiting:
             if not reading:
                 self._mover.pump(block=True)  # swaps hold every buffer
             batch = self._collect(reading)
-            self._compute_moved(batch, task_of, found, work)
+            self._compute_moved(batch, task_of, work)
             for move in batch:
                 self._mover.release(move)
             reading += self._fetch(waiting)
+
+    def _number(self, work: _Work, tasks: NDArray[np.int64]) -> dict[int, int]:
+        """Flat expert number -> task, in the order of the tasks."""
+        experts = work.picks.tasks.experts[tasks].astype(np.int64) + work.layer * self._store.num_experts
+        return dict(zip(experts.tolist(), tasks.tolist(), strict=True))
 
     def _collect(self, reading: list[Move]) -> list[Move]:
         """Takes what has arrived from the head of ``reading``, at most half the buffers; waits for the first."""
@@ -160,14 +160,14 @@ class Dispatcher:
             del waiting[0]
         return moves
 
-    def _compute_moved(self, batch: list[Move], task_of: dict[int, int], found: Found, work: _Work) -> None:
+    def _compute_moved(self, batch: list[Move], task_of: dict[int, int], work: _Work) -> None:
         if not batch:
             return
         chosen = np.array([task_of[move.expert] for move in batch], np.int64)
-        work.tasks.tasks["blob"][chosen] = [move.address for move in batch]
+        work.picks.tasks.tasks["blob"][chosen] = [move.address for move in batch]
         if self._injection is not None:
             for task, move in zip(chosen.tolist(), batch, strict=True):
-                if found.tier[task] == Tier.FILE:
+                if work.picks.kinds[task] == Tier.FILE:
                     self._injection.before_compute(Tier.FILE, move.address)
         work.compute(chosen)
 
@@ -180,16 +180,15 @@ class Dispatcher:
         numbers: list[int] = (np.flatnonzero(~inside) + first).tolist()
         return numbers
 
-    def _count(self, layer: int, tasks: ExpertTasks, found: Found) -> None:
-        by_tier = np.bincount(found.tier, minlength=len(Tier))
-        self.counters.by_tier += by_tier
-        self.counters.num_calls += 1
-        self.counters.num_stale += found.num_stale
-        others = int(by_tier[Tier.PAGEABLE] + by_tier[Tier.MAPPED] + by_tier[Tier.FILE])
-        self.counters.num_alias += split_pinned(int(by_tier[Tier.PINNED]), others, self._pcie_fraction)
-        self.picks[layer, tasks.experts] += tasks.tasks["count"]
+    def _count(self, picks: GroupedPicks) -> None:
+        by_tier, counters = picks.by_kind, self.counters
+        counters.by_tier = [before + now for before, now in zip(counters.by_tier, by_tier, strict=False)]
+        counters.num_calls += 1
+        counters.num_stale += picks.num_stale
+        others = by_tier[Tier.PAGEABLE] + by_tier[Tier.MAPPED] + by_tier[Tier.FILE]
+        counters.num_alias += split_pinned(by_tier[Tier.PINNED], others, self._pcie_fraction)
         if self._injection is not None:
-            for tier, address in zip(found.tier.tolist(), found.address.tolist(), strict=True):
+            for tier, address in zip(picks.kinds.tolist(), picks.tasks.tasks["blob"].tolist(), strict=True):
                 if address:
                     self._injection.before_compute(Tier(tier), address)
 
@@ -204,17 +203,18 @@ class _Work:
     """One layer's tasks, input rows and results. ``parts`` has a row for each (row, k)."""
 
     kernel: ExpertKernel
-    tasks: ExpertTasks
+    layer: int
+    picks: GroupedPicks
     x_TH: torch.Tensor
     parts: torch.Tensor
     flags: NDArray[np.uint8]
 
     def compute_all(self) -> None:
-        self.kernel.compute(self.tasks, self.x_TH, self.parts, self.flags)
+        self.kernel.compute(self.picks.tasks, self.x_TH, self.parts, self.flags)
 
     def compute(self, chosen: NDArray[np.int64]) -> None:
         """Computes the tasks of these numbers; the picks of a task are a range of the shared arrays."""
         if len(chosen):
-            tasks = self.tasks
+            tasks = self.picks.tasks
             part = ExpertTasks(tasks.experts[chosen], tasks.tasks[chosen], tasks.rows, tasks.slots)
             self.kernel.compute(part, self.x_TH, self.parts, self.flags)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from strata.experts.slots import NOBODY, SlotCache
 from strata.experts.tiers import Location, Tier
+from strata.kernels.cpu.picks import Placements
 from strata.memory.page_lock import LockedMemory
 
 __all__ = ["ExpertStore", "Found"]
@@ -93,6 +94,21 @@ class ExpertStore:
         in_slot = np.uint64(self.slots.address) + slot.astype(np.uint64) * np.uint64(self.slots.stride)
         tier = np.where(hit, np.uint8(Tier.VRAM), self.host_tier[experts])
         return Found(tier, np.where(hit, in_slot, self.host_address[experts]), stale)
+
+    def placements(self, scales: NDArray[np.float32]) -> Placements:
+        """The tables for native look-ups; they are changed in place and never replaced."""
+        slots = self.slots
+        return Placements(
+            slot_of=slots.slot_of,
+            stamp_of=slots.stamp_of,
+            generation=slots.generation,
+            owner=slots.owner,
+            fallback_kind=self.host_tier,
+            fallback=self.host_address,
+            scales=scales,
+            slots_address=slots.address,
+            stride=slots.stride,
+        )
 
     def locate(self, layer: int, expert: int) -> Location:
         """One expert's place, for people and tests."""

@@ -184,7 +184,7 @@ class ExpertSystem:
     def statistics(self) -> ExpertStatistics:
         dispatch, moved = self.dispatcher.counters, self.mover.counters
         ring = self._ring
-        by_tier = dispatch.by_tier.tolist()
+        by_tier = dispatch.by_tier
         memory = self.store.memory
         return ExpertStatistics(
             num_calls=dispatch.num_calls,
