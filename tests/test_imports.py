@@ -33,6 +33,11 @@ def test_light(code: str) -> None:
     assert not loaded_after(code) & set(HEAVY)
 
 
+def test_help_of_every_command_is_light() -> None:
+    code = "from strata.cli.app import COMMANDS, main\nfor one in COMMANDS: assert main([one.name, '--help']) == 0"
+    assert not loaded_after(code) & set(HEAVY)
+
+
 def test_the_probe_would_see_torch() -> None:
     assert "torch" in loaded_after("import torch")
 
