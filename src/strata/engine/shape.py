@@ -40,7 +40,6 @@ def config_shape(name: str, raw: Mapping[str, Any], kv: KvFormat) -> ModelShape:
 
 
 def _shape(name: str, config: FamilyConfig, kv: KvFormat, blob_bytes: int, dense_bytes: int) -> ModelShape:
-    fixed = config.state_bytes(0, kv)
     return ModelShape(
         name=name,
         num_layers=config.num_layers,
@@ -49,6 +48,6 @@ def _shape(name: str, config: FamilyConfig, kv: KvFormat, blob_bytes: int, dense
         blob_bytes=blob_bytes,
         hidden=config.hidden,
         dense_bytes=dense_bytes,
-        state_bytes=fixed,
-        kv_bytes_per_token=config.state_bytes(1, kv) - fixed,
+        state_bytes=config.state_bytes(0, kv),
+        kv_bytes_per_token=config.position_bytes(kv),
     )
