@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.engine.sampler import Sampler, distribution, draw, ranked, token_logprobs
+from strata.engine.sampler import Sampler, Workspace, distribution, draw, ranked, token_logprobs
 from strata.engine.sampling_params import SamplingParams
 from strata.errors import EngineError
 
@@ -78,6 +78,7 @@ def test_distribution_equals_the_mirror(
         sampler.accept(token)
     ids, weights = distribution(sampler._adjusted(logits), params)
     expected = mirror(logits, params, prompt, said)
+    ids = np.arange(len(logits)) if ids is None else ids
     assert ids.tolist() == sorted(expected)
     for id_, weight in zip(ids, weights / weights.sum(), strict=True):
         assert weight == pytest.approx(expected[int(id_)], rel=1e-12)
@@ -91,6 +92,7 @@ def test_top_p_over_a_wide_vocabulary_equals_the_mirror() -> None:
         for top_p in (0.5, 0.99, 0.999999):
             params = SamplingParams(top_p=top_p)
             ids, _ = distribution(logits, params)
+            assert ids is not None
             assert ids.tolist() == sorted(mirror(logits, params, [], []))
 
 
@@ -166,6 +168,19 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     assert Sampler(SamplingParams(top_p=0)).pick(logits).token == 1
 
 
+@settings(max_examples=100)
+@given(st.lists(st.tuples(rows(), options), min_size=2, max_size=5))
+def test_arrays_used_again_hold_nothing_of_the_row_before(rounds: list[tuple[np.ndarray, dict[str, Any]]]) -> None:
+    """One workspace for rows of several widths and settings: each draw equals a draw in fresh memory."""
+    work = Workspace()
+    for logits, given_ in rounds:
+        params = SamplingParams(**given_)
+        ids, weights = distribution(logits, params, work)
+        drawn = draw(ids, weights, 0.6180339887, work)
+        assert drawn == draw(*distribution(logits, params), 0.6180339887)
+        assert token_logprobs(logits, drawn, 3, work) == token_logprobs(logits, drawn, 3)
+
+
 def test_greedy_does_not_change_the_row_and_obeys_penalties() -> None:
     logits = np.array([1.0, 0.9, 0.0], dtype=np.float32)
     before = logits.copy()
@@ -197,6 +212,7 @@ def test_draw_stays_inside_for_every_number() -> None:
     assert draw(ids, weights, 0.34) == 5
     assert draw(ids, weights, 1 - 2**-53) == 5
     assert draw(ids, np.array([0.0, 0.0, 1.0]), 0.0) == 9
+    assert draw(None, weights, 0.34) == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

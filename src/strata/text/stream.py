@@ -34,9 +34,8 @@ class TextStream:
     ) -> None:
         """``end_ids`` end the answer and are not shown (EOS ids and the request's own); ``stop`` likewise as text,
         and as the token itself where it names one that is never shown (``<|im_end|>``)."""
-        hidden = {token_id: text for text in stop if (token_id := tokenizer.token_id(text)) in tokenizer.hidden_ids}
-        self._stop_of: dict[int | None, str] = hidden
-        self._end_ids = frozenset(end_ids).union(id_ for id_ in hidden if id_ is not None)
+        self._stop_of = {id_: text for text in stop if (id_ := tokenizer.token_id(text)) in tokenizer.hidden_ids}
+        self._end_ids = frozenset(end_ids).union(self._stop_of)
         self._parser = parser if parser is not None else AnswerParser()
         markers = (tokenizer.token_id(marker) for marker in self._parser.markers)
         shown = frozenset(id_ for id_ in markers if id_ is not None) - self._end_ids

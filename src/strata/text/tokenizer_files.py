@@ -102,7 +102,11 @@ def _require_tokenizer_json(directory: Path) -> Path:
         return path
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such folder", "name the folder that holds tokenizer.json")
-    older = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (directory / name).is_file()]
+    older = [
+        name
+        for name in ("tokenizer.model", "tiktoken.model", "tekken.json", "vocab.json", "vocab.txt")
+        if (directory / name).is_file()
+    ]
     if older:
         raise CheckpointError(
             f"{directory}: holds {older[0]} but no tokenizer.json, the one tokenizer format that is read",
