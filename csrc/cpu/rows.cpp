@@ -6,16 +6,37 @@
 
 using strata::WeightRows;
 
+namespace {
+struct PackedRows;
+}
+
 #pragma GCC visibility push(default)
 extern "C" {
 
 int strata_rows_linear(const float* x, int64_t rows, int format, const void* data, const uint16_t* scales,
                        int64_t outputs, int64_t columns, int64_t stride, float* y) {
+  using namespace strata;
   const WeightRows w{format, data, scales, columns, stride, stride / 32, nullptr};
-  const int64_t units = (outputs + 7) / 8;
-  const int64_t grain = strata::at_least_one(strata::kProductsOfSlice / (8 * columns * (rows + 1)));
-  return strata::parallel(units, grain, [&](long begin, long end) {
-    strata::table().linear(x, columns, rows, w, begin * 8, std::min<int64_t>(end * 8, outputs), y, outputs);
+  if (rows < kPackRows) {
+    const int64_t grain = at_least_one(kProductsOfSlice / (8 * columns * (rows + 1)));
+    return parallel((outputs + 7) / 8, grain, [&](long begin, long end) {
+      table().linear(x, plain_rows(columns), rows, w, begin * 8, std::min<int64_t>(end * 8, outputs), y, outputs);
+    });
+  }
+  const RowBlocks shape = packed_rows(columns);
+  const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, chunks = (outputs + kChunkOutputs - 1) / kChunkOutputs;
+  float* packed = scratch<PackedRows>(static_cast<std::size_t>(blocks * shape.block));
+  const int status = parallel(blocks, 1, [&](long begin, long end) {
+    table().pack_rows(x, rows, columns, begin, end, packed);
+  });
+  if (status != kOk) return status;
+  const int64_t grain = at_least_one(kProductsOfSlice / (kChunkOutputs * columns * std::min(rows, kBlockRows)));
+  return parallel(chunks * blocks, grain, [&](long begin, long end) {
+    for (long task = begin; task < end; task++) {
+      const int64_t block = task % blocks, o = task / blocks * kChunkOutputs, t = block * kBlockRows;
+      table().linear(packed + block * shape.block, shape, std::min(rows - t, kBlockRows), w, o,
+                     std::min(o + kChunkOutputs, outputs), y + t * outputs, outputs);
+    }
   });
 }
 

@@ -30,6 +30,21 @@ struct WeightRows {
   const int32_t* index;
 };
 
+constexpr int64_t kPanel = 512;       // columns of a panel of a product with many rows
+constexpr int64_t kBlockRows = 48;    // rows of a block of such a product: 99 KiB a panel, in the second level
+constexpr int64_t kChunkOutputs = 64; // outputs that share it: 48 x 64 x 64 bytes of lanes, 192 KiB
+constexpr int64_t kPackRows = 32;     // from so many rows on, x is cut into panels first
+
+// Where row r of block b (kBlockRows rows) has its panel p: x + b * block + p * panel + r * row.
+struct RowBlocks {
+  int64_t row, panel, block;
+};
+inline RowBlocks plain_rows(int64_t stride) { return RowBlocks{stride, kPanel, kBlockRows * stride}; }
+inline RowBlocks packed_rows(int64_t columns) {
+  const int64_t row = kPanel + 16, panel = kBlockRows * row;
+  return RowBlocks{row, panel, (columns + kPanel - 1) / kPanel * panel};
+}
+
 constexpr int64_t kSplit = 256;       // list entries of one softmax split
 constexpr int64_t kRun = 4;           // splits of a run, the unit that threads share a long list by
 constexpr int64_t kQueries = 48;      // queries of one pass: their scores (48 KiB) stay in the second level
@@ -101,8 +116,9 @@ struct NgramCall {
 
 struct RowsTable {
   const char* name;
-  void (*linear)(const float* x, int64_t x_stride, int64_t rows, const WeightRows& weight, int64_t first, int64_t last,
-                 float* y, int64_t y_stride);
+  void (*linear)(const float* x, const RowBlocks& shape, int64_t rows, const WeightRows& weight, int64_t first,
+                 int64_t last, float* y, int64_t y_stride);
+  void (*pack_rows)(const float* x, int64_t rows, int64_t columns, int64_t first, int64_t last, float* packed);
   void (*embedding)(const int64_t* ids, int64_t rows, const WeightRows& table, float* y);
   void (*rms_norm)(const float* x, const float* weight, float eps, int plus_one, int64_t rows, int64_t columns,
                    float* y);

@@ -8,8 +8,8 @@ namespace avx2 {
 
 using Lanes = __m256;
 constexpr int kWidth = 8;
-constexpr int kTileRows = 3;  // 3 x 2 tiles of two registers: 12 accumulators, 2 weights, 1 row of 16 registers
-constexpr int kTileOutputs = 2;
+constexpr int kTileRows = 3;  // 3 x 4 tiles: 12 accumulators, 3 rows, 1 weight of 16 registers
+constexpr int kTileOutputs = 4;
 constexpr int kValueTile = 4;
 
 static inline __m256i mask_of(int count) {
@@ -54,13 +54,30 @@ static inline Lanes scale_by_power(Lanes p, Lanes magic) {
   const __m256i high = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(n, half), bias), 23);
   return _mm256_mul_ps(_mm256_mul_ps(p, _mm256_castsi256_ps(low)), _mm256_castsi256_ps(high));
 }
-static inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
+// An FP16 scale in every lane.
+static inline Lanes broadcast_half(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_set1_epi16(static_cast<int16_t>(*p)));
+}
+// Keeps a value in its register: the compiler would rather read it from memory again for each use.
+static inline void hold(Lanes& a) { asm("" : "+x"(a)); }
 
 static inline float sum_lanes(const Lanes* a) {
   const __m256 eight = _mm256_add_ps(a[0], a[1]);
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+// Four trees at once: y[n] = the tree over a[n], the same additions in the same order.
+static inline void sum_lanes_of_4(const Lanes (*a)[2], float* y) {
+  __m128 four[4];
+  for (int n = 0; n < 4; n++) {
+    const __m256 eight = _mm256_add_ps(a[n][0], a[n][1]);
+    four[n] = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  }
+  const __m128 low = _mm_add_ps(_mm_unpacklo_ps(four[0], four[1]), _mm_unpackhi_ps(four[0], four[1]));
+  const __m128 high = _mm_add_ps(_mm_unpacklo_ps(four[2], four[3]), _mm_unpackhi_ps(four[2], four[3]));
+  _mm_storeu_ps(y, _mm_add_ps(_mm_movelh_ps(low, high), _mm_movehl_ps(high, low)));
 }
 
 #include "rows_kernels.h"

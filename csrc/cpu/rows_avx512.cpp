@@ -11,7 +11,7 @@ namespace avx512 {
 
 using Lanes = __m512;
 constexpr int kWidth = 16;
-constexpr int kTileRows = 6;  // 6 x 4 tiles: 24 accumulators, 4 weights, 1 row of 32 registers
+constexpr int kTileRows = 6;  // 6 x 4 tiles: 24 accumulators, 6 rows, 1 weight of 32 registers
 constexpr int kTileOutputs = 4;
 constexpr int kValueTile = 4;
 
@@ -55,13 +55,20 @@ static inline Lanes scale_by_power(Lanes p, Lanes magic) {
   const __m512i high = _mm512_slli_epi32(_mm512_add_epi32(_mm512_sub_epi32(n, half), bias), 23);
   return _mm512_mul_ps(_mm512_mul_ps(p, _mm512_castsi512_ps(low)), _mm512_castsi512_ps(high));
 }
-static inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
+static inline Lanes broadcast_half(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<int16_t>(*p)));
+}
+static inline void hold(Lanes& a) { asm("" : "+v"(a)); }
 
 static inline float sum_lanes(const Lanes* a) {
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a[0]), _mm512_extractf32x8_ps(a[0], 1));
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+static inline void sum_lanes_of_4(const Lanes (*a)[1], float* y) {
+  for (int n = 0; n < 4; n++) y[n] = sum_lanes(a[n]);
 }
 
 #include "rows_kernels.h"

@@ -4,6 +4,20 @@
 
 constexpr int kParts = 16 / kWidth;  // Lanes that make the 16 lanes of a sum
 
+// Applies f(offset, Lanes count) over `count` elements; the last call may be partial.
+template <class F>
+static inline void each_lanes(int64_t count, F f) {
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) f(i, kWidth);
+  if (i < count) f(i, static_cast<int>(count - i));
+}
+static inline Lanes take(const float* p, int count) { return count >= kWidth ? load(p) : load_some(p, count); }
+static inline void put(float* p, Lanes a, int count) {
+  if (count >= kWidth)
+    store(p, a);
+  else
+    store_some(p, a, count);
+}
 #include "rows_functions.h"
 #include "rows_linear.h"
 #include "rows_pointwise.h"
@@ -13,7 +27,7 @@ constexpr int kParts = 16 / kWidth;  // Lanes that make the 16 lanes of a sum
 #include "rows_index.h"
 
 static constexpr RowsTable make_table(const char* name) {
-  return RowsTable{name,           linear,           embedding,     rms_norm,     rope,          attention_split,
+  return RowsTable{name,           linear,           pack_rows,        embedding,     rms_norm,     rope,          attention_split,
                    attention_fold, attention_finish, router,        silu_mul,     sigmoid_mul,   sigmoid_scale,
                    add_rows,       argmax,           stream_norm,   silu_divided, twice_sigmoid, stream_mean,
                    stream_add,     ngram_gate,       causal_conv,   unit_length,  delta_gates,   delta_columns,

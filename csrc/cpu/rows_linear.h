@@ -1,37 +1,46 @@
-// y = x W^T. Two paths with the same bits: up to kTileRows rows stream the weights once from memory with everything
-// in registers; more rows convert 8 outputs x kPanel columns of weights to FP32 in the first-level cache and run
-// register tiles over it, the 16 lanes of each sum waiting in a buffer between panels.
+// y = x W^T. Two paths with the same bits: up to 3 rows stream the weights once from memory with everything in
+// registers; more rows convert 8 outputs x kPanel columns of weights to FP32 in the first-level cache and run register
+// tiles over it, the 16 lanes of each sum waiting in a buffer between panels.
 //
 // Q8_0: weight * scale is exact in FP32 (8 x 11 significant bits), so a Q8_0 matrix gives the very bits of its
 // dequantised FP32 matrix.
 
-constexpr int kPanel = 512;         // columns of a panel: 8 x 512 x 4 = 16 KiB beside 3 rows x 2 KiB
-constexpr int kPanelOutputs = 8;
-constexpr int kBlockRows = 96;      // rows of a lane buffer: 96 x 8 x 64 = 48 KiB of the second level
+constexpr int kPanelStride = kPanel + 16;  // rows of a panel do not fall on the same cache sets
+constexpr int kPanelOutputs = 8;           // 8 x 512 x 4 = 16 KiB beside 3 rows x 2 KiB
 
 static inline int64_t row_of(const WeightRows& w, int64_t o) { return w.index ? w.index[o] : o; }
 
-// One weight row in each format: Lanes at a column, whole or the first `count`.
+// One weight row in each format: `enter` a block of 32 columns, Lanes at a column, whole or the first `count`; `fetch`
+// asks memory for a block. kOutputs is how many rows stream side by side for one row of x: more need registers that the
+// format's conversion has not left.
 struct RowF32 {
+  static constexpr int kOutputs = 4;
   const float* p;
   RowF32() = default;
   RowF32(const WeightRows& w, int64_t o) : p(static_cast<const float*>(w.data) + row_of(w, o) * w.stride) {}
   inline void enter(int64_t) {}
+  inline void fetch(int64_t c) const {
+    __builtin_prefetch(p + c, 0, 2);
+    __builtin_prefetch(p + c + 16, 0, 2);
+  }
   inline Lanes at(int64_t c) const { return load(p + c); }
   inline Lanes some(int64_t c, int count) const { return load_some(p + c, count); }
 };
 
 struct RowBf16 {
+  static constexpr int kOutputs = 4;
   const uint16_t* p;
   RowBf16() = default;
   RowBf16(const WeightRows& w, int64_t o) : p(static_cast<const uint16_t*>(w.data) + row_of(w, o) * w.stride) {}
   inline void enter(int64_t) {}
+  inline void fetch(int64_t c) const { __builtin_prefetch(p + c, 0, 2); }
   inline Lanes at(int64_t c) const { return load_bf16(p + c); }
   inline Lanes some(int64_t c, int count) const { return load_bf16_some(p + c, count); }
 };
 
 // Rows are stored in whole blocks of 32, so `some` may read a whole Lanes: what lies behind the columns is zero.
 struct RowQ8 {
+  static constexpr int kOutputs = 3;
   const int8_t* p;
   const uint16_t* scales;
   Lanes scale;
@@ -40,12 +49,14 @@ struct RowQ8 {
       : p(static_cast<const int8_t*>(w.data) + row_of(w, o) * w.stride),
         scales(w.scales + row_of(w, o) * w.scale_stride),
         scale(zero()) {}
-  inline void enter(int64_t block) { scale = broadcast(half_to_float(scales[block])); }
+  inline void enter(int64_t block) { scale = broadcast_half(scales + block); }
+  inline void fetch(int64_t c) const { __builtin_prefetch(p + c, 0, 2); }
   inline Lanes at(int64_t c) const { return mul(load_i8(p + c), scale); }
   inline Lanes some(int64_t c, int count) const { return count > 0 ? at(c) : zero(); }
 };
 
-// R rows x N outputs straight from memory.
+// R rows x N outputs straight from memory. A row is short for the processor's own prefetch (it restarts at each row:
+// 9.5 GB/s of 18 for Q8_0), so the row that follows N further on is asked for here (13).
 template <class Row, int R, int N>
 static inline void stream_tile(const float* x, int64_t x_stride, const WeightRows& w, int64_t o, float* y,
                                int64_t y_stride) {
@@ -57,7 +68,10 @@ static inline void stream_tile(const float* x, int64_t x_stride, const WeightRow
       for (int h = 0; h < kParts; h++) sum[r][n][h] = zero();
   const int64_t whole = w.columns / 32 * 32;
   for (int64_t c = 0; c < whole; c += 32) {
-    for (int n = 0; n < N; n++) rows[n].enter(c / 32);
+    for (int n = 0; n < N; n++) {
+      rows[n].enter(c / 32);
+      rows[n].fetch(c + N * w.stride);
+    }
 #pragma GCC unroll 32
     for (int h = 0; h < 2 * kParts; h++) {
       Lanes weight[N];
@@ -92,64 +106,70 @@ static void stream(const float* x, int64_t x_stride, const WeightRows& w, int64_
   for (; o < last; o++) stream_tile<Row, R, 1>(x, x_stride, w, o, y, y_stride);
 }
 
-// 8 outputs x `columns` (rounded up to 16) weights from column c as FP32; missing outputs are zero.
+// 8 outputs x `columns` (rounded up to 16) weights from column c as FP32; missing outputs are zero. Asks memory for the
+// panel that is filled next, outputs from `next_o` and columns from `next_c`.
 template <class Row>
-static void fill_panel(const WeightRows& w, int64_t o, int outputs, int64_t c, int64_t columns, float* panel) {
+static void fill_panel(const WeightRows& w, int64_t o, int outputs, int64_t c, int64_t columns, int64_t next_o,
+                       int64_t next_c, float* panel) {
   const int64_t padded = (columns + 15) / 16 * 16;
-  for (int n = 0; n < kPanelOutputs; n++, panel += kPanel) {
+  for (int n = 0; n < kPanelOutputs; n++, panel += kPanelStride) {
     if (n >= outputs) {
       for (int64_t i = 0; i < padded; i += kWidth) store(panel + i, zero());
       continue;
     }
     Row row(w, o + n);
-    for (int64_t i = 0; i < padded; i += kWidth) {
-      if (i % 32 == 0) row.enter((c + i) / 32);
-      store(panel + i, i + kWidth <= columns ? row.at(c + i) : row.some(c + i, static_cast<int>(columns - i)));
+    const Row next(w, next_o + n);
+    int64_t i = 0;
+    for (; i + 32 <= columns; i += 32) {
+      row.enter((c + i) / 32);
+      next.fetch(next_c + i);
+#pragma GCC unroll 32
+      for (int h = 0; h < 2 * kParts; h++) store(panel + i + h * kWidth, row.at(c + i + h * kWidth));
     }
+    if (i < columns) row.enter((c + i) / 32);
+    for (; i < padded; i += kWidth) store(panel + i, row.some(c + i, static_cast<int>(columns - i)));
   }
 }
 
-// One register tile over one panel: lanes[r][n] += x[r] * panel[n].
+// One register tile over one panel, one Lanes of the 16 lanes after the other: lanes[r][n] += x[r] * panel[n].
 template <int R>
 static inline void panel_tile(const float* x, int64_t x_stride, const float* panel, int64_t columns, bool begin,
                               float* lanes) {
   constexpr int N = kTileOutputs;
-  Lanes sum[R][N][kParts];
-  for (int r = 0; r < R; r++)
-    for (int n = 0; n < N; n++)
-      for (int h = 0; h < kParts; h++)
-        sum[r][n][h] = begin ? zero() : load(lanes + (r * kPanelOutputs + n) * 16 + h * kWidth);
   const int64_t whole = columns / 16 * 16;
-  for (int64_t c = 0; c < whole; c += 16) {
-#pragma GCC unroll 16
-    for (int h = 0; h < kParts; h++) {
-      Lanes weight[N];
-      for (int n = 0; n < N; n++) weight[n] = load(panel + n * kPanel + c + h * kWidth);
+  for (int h = 0; h < kParts; h++, x += kWidth, panel += kWidth, lanes += kWidth) {
+    Lanes sum[R][N];
+    for (int r = 0; r < R; r++)
+      for (int n = 0; n < N; n++) sum[r][n] = begin ? zero() : load(lanes + (r * kPanelOutputs + n) * 16);
+    for (int64_t c = 0; c < whole; c += 16) {
+      Lanes value[R];
       for (int r = 0; r < R; r++) {
-        const Lanes value = load(x + r * x_stride + c + h * kWidth);
-        for (int n = 0; n < N; n++) sum[r][n][h] = fma(value, weight[n], sum[r][n][h]);
+        value[r] = load(x + r * x_stride + c);
+        hold(value[r]);
+      }
+      for (int n = 0; n < N; n++) {
+        Lanes weight = load(panel + n * kPanelStride + c);
+        hold(weight);
+        for (int r = 0; r < R; r++) sum[r][n] = fma(value[r], weight, sum[r][n]);
       }
     }
-  }
-  if (whole < columns) {
-    for (int h = 0; h < kParts; h++) {
-      const int64_t c = whole + h * kWidth;
+    if (whole < columns) {
+      const int count = static_cast<int>(columns - whole) - h * kWidth;
       for (int r = 0; r < R; r++) {
-        const Lanes value = load_some(x + r * x_stride + c, static_cast<int>(columns - c));
-        for (int n = 0; n < N; n++) sum[r][n][h] = fma(value, load(panel + n * kPanel + c), sum[r][n][h]);
+        const Lanes value = load_some(x + r * x_stride + whole, count);
+        for (int n = 0; n < N; n++) sum[r][n] = fma(value, load(panel + n * kPanelStride + whole), sum[r][n]);
       }
     }
+    for (int r = 0; r < R; r++)
+      for (int n = 0; n < N; n++) store(lanes + (r * kPanelOutputs + n) * 16, sum[r][n]);
   }
-  for (int r = 0; r < R; r++)
-    for (int n = 0; n < N; n++)
-      for (int h = 0; h < kParts; h++) store(lanes + (r * kPanelOutputs + n) * 16 + h * kWidth, sum[r][n][h]);
 }
 
 template <int R>
 static void panel_rows(const float* x, int64_t x_stride, const float* panel, int outputs, int64_t columns, bool begin,
                        float* lanes) {
   for (int n = 0; n < outputs; n += kTileOutputs)
-    panel_tile<R>(x, x_stride, panel + n * kPanel, columns, begin, lanes + n * 16);
+    panel_tile<R>(x, x_stride, panel + n * kPanelStride, columns, begin, lanes + n * 16);
 }
 
 // The last rows of a block, fewer than a tile.
@@ -164,57 +184,90 @@ static void panel_rest(const float* x, int64_t x_stride, int rows, const float* 
   }
 }
 
-template <class Row>
-static void panels(const float* x, int64_t x_stride, int64_t rows, const WeightRows& w, int64_t first, int64_t last,
-                   float* y, int64_t y_stride) {
-  alignas(64) float panel[kPanelOutputs * kPanel];
-  alignas(64) float lanes[kBlockRows * kPanelOutputs * 16];
-  for (int64_t o = first; o < last; o += kPanelOutputs) {
-    const int outputs = static_cast<int>(last - o < kPanelOutputs ? last - o : kPanelOutputs);
-    for (int64_t block = 0; block < rows; block += kBlockRows) {
-      const int64_t count = rows - block < kBlockRows ? rows - block : kBlockRows;
-      for (int64_t c = 0; c < w.columns; c += kPanel) {
-        const int64_t columns = w.columns - c < kPanel ? w.columns - c : kPanel;
-        fill_panel<Row>(w, o, outputs, c, columns, panel);
-        const float* from = x + block * x_stride + c;
-        int64_t r = 0;
-        for (; r + kTileRows <= count; r += kTileRows)
-          panel_rows<kTileRows>(from + r * x_stride, x_stride, panel, outputs, columns, c == 0,
-                                lanes + r * kPanelOutputs * 16);
-        panel_rest<kTileRows - 1>(from + r * x_stride, x_stride, static_cast<int>(count - r), panel, outputs, columns,
-                                  c == 0, lanes + r * kPanelOutputs * 16);
+// Rows of x cut into panels (rows.h, RowBlocks), from row block `first` to `last`; columns are padded with zeros.
+static void pack_rows(const float* x, int64_t rows, int64_t columns, int64_t first, int64_t last, float* packed) {
+  const int64_t panels = (columns + kPanel - 1) / kPanel;
+  packed += first * panels * kBlockRows * kPanelStride;
+  for (int64_t block = first; block < last; block++) {
+    const int64_t count = rows - block * kBlockRows < kBlockRows ? rows - block * kBlockRows : kBlockRows;
+    for (int64_t p = 0; p < panels; p++, packed += kBlockRows * kPanelStride) {
+      const int64_t c = p * kPanel, here = columns - c < kPanel ? columns - c : kPanel;
+      for (int64_t r = 0; r < count; r++) {
+        const float* from = x + (block * kBlockRows + r) * columns + c;
+        float* to = packed + r * kPanelStride;
+        for (int64_t i = 0; i < here; i += kWidth) store(to + i, take(from + i, static_cast<int>(here - i)));
       }
-      for (int64_t r = 0; r < count; r++)
-        for (int n = 0; n < outputs; n++) {
-          Lanes sum[kParts];
-          for (int h = 0; h < kParts; h++) sum[h] = load(lanes + (r * kPanelOutputs + n) * 16 + h * kWidth);
-          y[(block + r) * y_stride + o + n] = sum_lanes(sum);
-        }
+    }
+  }
+}
+
+// One panel of one group of outputs over all rows of a block.
+static inline void panel_block(const float* x, int64_t x_stride, int64_t rows, const float* panel, int outputs,
+                               int64_t columns, bool begin, float* lanes) {
+  constexpr int64_t kLanesOfRow = kPanelOutputs * 16;
+  int64_t r = 0;
+  for (; r + kTileRows <= rows; r += kTileRows)
+    panel_rows<kTileRows>(x + r * x_stride, x_stride, panel, outputs, columns, begin, lanes + r * kLanesOfRow);
+  panel_rest<kTileRows - 1>(x + r * x_stride, x_stride, static_cast<int>(rows - r), panel, outputs, columns, begin,
+                            lanes + r * kLanesOfRow);
+}
+
+// The trees of one group of outputs.
+static inline void finish_block(const float* lanes, int64_t rows, int outputs, float* y, int64_t y_stride) {
+  for (int64_t r = 0; r < rows; r++, y += y_stride, lanes += kPanelOutputs * 16) {
+    Lanes sum[kPanelOutputs][kParts];
+    for (int n = 0; n < kPanelOutputs; n++)
+      for (int h = 0; h < kParts; h++) sum[n][h] = load(lanes + n * 16 + h * kWidth);
+    if (outputs == kPanelOutputs) {
+      sum_lanes_of_4(sum, y);
+      sum_lanes_of_4(sum + 4, y + 4);
+    } else {
+      for (int n = 0; n < outputs; n++) y[n] = sum_lanes(sum[n]);
+    }
+  }
+}
+
+// Outputs [first, last), at most kChunkOutputs, of one block of rows.
+template <class Row>
+static void panels(const float* x, const RowBlocks& shape, int64_t rows, const WeightRows& w, int64_t first,
+                   int64_t last, float* y, int64_t y_stride) {
+  alignas(64) float panel[kPanelOutputs * kPanelStride];
+  alignas(64) float lanes[kChunkOutputs / kPanelOutputs][kBlockRows * kPanelOutputs * 16];
+  for (int64_t c = 0; c < w.columns; c += kPanel, x += shape.panel) {
+    const int64_t columns = w.columns - c < kPanel ? w.columns - c : kPanel;
+    for (int64_t o = first; o < last; o += kPanelOutputs) {
+      const int outputs = static_cast<int>(last - o < kPanelOutputs ? last - o : kPanelOutputs);
+      float* sums = lanes[(o - first) / kPanelOutputs];
+      const bool more = o + 2 * kPanelOutputs <= last;  // else the next panel of the first outputs
+      fill_panel<Row>(w, o, outputs, c, columns, more ? o + kPanelOutputs : first, more ? c : c + kPanel, panel);
+      panel_block(x, shape.row, rows, panel, outputs, columns, c == 0, sums);
+      if (c + kPanel >= w.columns) finish_block(sums, rows, outputs, y + o, y_stride);
     }
   }
 }
 
 template <class Row>
-static void linear_in(const float* x, int64_t x_stride, int64_t rows, const WeightRows& w, int64_t first, int64_t last,
-                      float* y, int64_t y_stride) {
-  if (rows == 1)
-    stream<Row, 1, 4>(x, x_stride, w, first, last, y, y_stride);
-  else if (rows == 2)
-    stream<Row, 2, 2>(x, x_stride, w, first, last, y, y_stride);
-  else if (rows == 3)
-    stream<Row, 3, 2>(x, x_stride, w, first, last, y, y_stride);
-  else
-    panels<Row>(x, x_stride, rows, w, first, last, y, y_stride);
+static void linear_in(const float* x, const RowBlocks& shape, int64_t rows, const WeightRows& w, int64_t first,
+                      int64_t last, float* y, int64_t y_stride) {
+  if (rows == 1) return stream<Row, 1, Row::kOutputs>(x, shape.row, w, first, last, y, y_stride);
+  if (rows == 2) return stream<Row, 2, 2>(x, shape.row, w, first, last, y, y_stride);
+  if (rows == 3) return stream<Row, 3, 2>(x, shape.row, w, first, last, y, y_stride);
+  for (int64_t block = 0; block * kBlockRows < rows; block++) {
+    const int64_t t = block * kBlockRows, count = rows - t < kBlockRows ? rows - t : kBlockRows;
+    for (int64_t o = first; o < last; o += kChunkOutputs)
+      panels<Row>(x + block * shape.block, shape, count, w, o, last - o < kChunkOutputs ? last : o + kChunkOutputs,
+                  y + t * y_stride, y_stride);
+  }
 }
 
-static void linear(const float* x, int64_t x_stride, int64_t rows, const WeightRows& w, int64_t first, int64_t last,
-                   float* y, int64_t y_stride) {
+static void linear(const float* x, const RowBlocks& shape, int64_t rows, const WeightRows& w, int64_t first,
+                   int64_t last, float* y, int64_t y_stride) {
   if (w.format == kF32)
-    linear_in<RowF32>(x, x_stride, rows, w, first, last, y, y_stride);
+    linear_in<RowF32>(x, shape, rows, w, first, last, y, y_stride);
   else if (w.format == kBf16)
-    linear_in<RowBf16>(x, x_stride, rows, w, first, last, y, y_stride);
+    linear_in<RowBf16>(x, shape, rows, w, first, last, y, y_stride);
   else
-    linear_in<RowQ8>(x, x_stride, rows, w, first, last, y, y_stride);
+    linear_in<RowQ8>(x, shape, rows, w, first, last, y, y_stride);
 }
 
 template <class Row>

@@ -15,20 +15,6 @@ static inline float dot_row(const float* x, const float* y, int64_t columns) {
   return sum_lanes(sum);
 }
 
-// Applies f(offset, Lanes count) over `count` elements; the last call may be partial.
-template <class F>
-static inline void each_lanes(int64_t count, F f) {
-  int64_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) f(i, kWidth);
-  if (i < count) f(i, static_cast<int>(count - i));
-}
-static inline Lanes take(const float* p, int count) { return count >= kWidth ? load(p) : load_some(p, count); }
-static inline void put(float* p, Lanes a, int count) {
-  if (count >= kWidth)
-    store(p, a);
-  else
-    store_some(p, a, count);
-}
 // The first `count` lanes, zeros behind them.
 static inline Lanes keep(Lanes a, int count) {
   if (count >= kWidth) return a;

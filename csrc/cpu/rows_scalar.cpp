@@ -53,16 +53,17 @@ static inline Lanes scale_by_power(Lanes p, Lanes magic) {
           bits_to_float(static_cast<uint32_t>(n - half + 127) << 23)};
 }
 
-static inline float half_to_float(uint16_t h) {
-  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
-  const uint32_t exponent = (h >> 10) & 31, mantissa = h & 1023;
-  if (exponent == 31) return bits_to_float(sign | 0x7F800000 | (mantissa << 13));
+static inline Lanes broadcast_half(const uint16_t* p) {
+  const uint32_t sign = static_cast<uint32_t>(*p & 0x8000) << 16;
+  const uint32_t exponent = (*p >> 10) & 31, mantissa = *p & 1023;
+  if (exponent == 31) return {bits_to_float(sign | 0x7F800000 | (mantissa << 13))};
   if (exponent == 0) {
     const float x = static_cast<float>(mantissa) * 0x1p-24f;
-    return sign ? -x : x;
+    return {sign ? -x : x};
   }
-  return bits_to_float(sign | ((exponent + 112) << 23) | (mantissa << 13));
+  return {bits_to_float(sign | ((exponent + 112) << 23) | (mantissa << 13))};
 }
+static inline void hold(Lanes&) {}
 
 // The tree over 16 lanes.
 static inline float sum_lanes(const Lanes* a) {
@@ -70,6 +71,10 @@ static inline float sum_lanes(const Lanes* a) {
   for (int i = 0; i < 8; i++) s[i] = a[i].v + a[i + 8].v;
   for (int i = 0; i < 4; i++) s[i] += s[i + 4];
   return (s[0] + s[2]) + (s[1] + s[3]);
+}
+
+static inline void sum_lanes_of_4(const Lanes (*a)[16], float* y) {
+  for (int n = 0; n < 4; n++) y[n] = sum_lanes(a[n]);
 }
 
 #include "rows_kernels.h"
