@@ -131,7 +131,9 @@ def install(extras: set[str]) -> None:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], check=True)
     STAMP.unlink(missing_ok=True)
     announce(extras)
+    print("strata: installing packages, a minute or a few ...", flush=True)
     pip("install", "-qq", "--constraint", "constraints.txt", *requirements(extras))
+    print("strata: compiling the native library, a minute or two ...", flush=True)
     # The build backend is pinned in the environment like all else, so nothing is fetched into a second one.
     pip("install", "-qq", "--no-deps", "--no-build-isolation", "--editable", ".")
     STAMP.write_text(json.dumps({"key": key(), "extras": sorted(extras)}) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -231,7 +232,9 @@ def command() -> None:
 def flood() -> None:
     for line in range(100000):
         print("line", line)
-module.command = flood if sys.argv[1] == "flood" else command
+def speak() -> None:
+    print("gr\u00f6\u00dfer \u2500")
+module.command = {"flood": flood, "sleep": command, "speak": speak}[sys.argv[1]]
 sys.modules["sleeper"] = module
 app.COMMANDS = (app.Command("go", "sleeper", "Goes."),)
 sys.exit(app.main(["go"]))
@@ -262,3 +265,10 @@ def test_a_closed_pipe_is_no_error() -> None:
         process.stdout.close()
         assert process.wait(timeout=10) == 141
         assert process.stderr.read() == ""
+
+
+def test_a_terminal_that_cannot_show_a_character() -> None:
+    command = [sys.executable, "-c", SLEEPER, "speak"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    result = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"gr??er ?\n", b"")

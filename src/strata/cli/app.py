@@ -16,6 +16,7 @@ reader that closed the pipe.
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import sys
 import tempfile
@@ -165,8 +166,16 @@ def run_app(words: list[str]) -> int:
     return status if isinstance(status, int) else 0
 
 
+def accept_any_text() -> None:
+    """A terminal that cannot show a character shows ``?``; an answer never ends for that."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """The whole of the program; returns its exit status. ``words`` are the arguments, else those of the process."""
+    accept_any_text()
     try:
         status = run_app(list(sys.argv[1:] if words is None else words))
         sys.stdout.flush()
