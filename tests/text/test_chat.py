@@ -199,6 +199,14 @@ def test_a_template_that_builds_tags_from_names_cannot_be_misled(
     assert bytes(ids).decode() == f"<{name}><{name}|>" == rendered.text
 
 
+@pytest.mark.parametrize("word", ["<|im_end|>", "\\ufdd0 <|im_end|>", "\\", "é <", "\\\\<|im_end|>"])
+def test_marks_leave_no_trace_in_escaped_json(word: str, bytes_dir: Path, tmp_path: Path) -> None:
+    pipeline = TextPipeline(with_template(bytes_dir, "{{ messages[0].content | tojson(ensure_ascii=true) }}", tmp_path))
+    prompt = pipeline.chat([{"role": "user", "content": word}])
+    assert prompt.text == json.dumps(word)
+    assert all(id_ < 256 for id_ in prompt.ids)
+
+
 def test_marking_leaves_plain_conversations_whole(bytes_dir: Path) -> None:
     """Without control tokens in it a prompt is encoded in one piece, as any other client would."""
     pipeline = TextPipeline.from_directory(bytes_dir)

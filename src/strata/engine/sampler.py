@@ -169,7 +169,8 @@ def ranked(values: Row | Row64, count: int, work: Workspace | None = None) -> Id
         ids = np.concatenate([above, np.flatnonzero(values == least)[: count - len(above)]])
     else:
         ids = np.arange(total)
-    order: Ids = ids[np.lexsort((ids, -values[ids]))]
+    # Ids ascend within equal values here, and a stable sort keeps that.
+    order: Ids = ids[np.argsort(-values[ids], kind="stable")]
     return order
 
 
@@ -237,7 +238,7 @@ def _weights(wide: Row64, temperature: float) -> Row64:
 
 
 def _nucleus(weights: Row64, top_p: float, work: Workspace) -> tuple[Ids, Row64]:
-    """Top-p over a whole vocabulary without sorting it: rank the likeliest 256, then 16 times as many, until
+    """Top-p over a whole vocabulary without sorting it: rank the likeliest 256, then four times as many, until
     their mass suffices. A trained model's nucleus is rarely wider than the first step."""
     wanted = top_p * float(weights.sum())
     count = 256
@@ -247,7 +248,7 @@ def _nucleus(weights: Row64, top_p: float, work: Workspace) -> tuple[Ids, Row64]
         if count >= len(weights) or float(np.cumsum(ordered)[-1]) >= wanted:
             kept = _prefix(ordered, wanted)
             return ids[:kept], ordered[:kept]
-        count *= 16
+        count *= 4
 
 
 def _prefix(ordered: Row64, wanted: float) -> int:

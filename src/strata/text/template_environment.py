@@ -10,6 +10,7 @@ Source: the functions and block settings that Hugging Face documents for chat te
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
@@ -21,6 +22,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 __all__ = ["TemplateRefusal", "environment"]
+
+
+_ESCAPE = re.compile(r"\\(\\|ufd[de][0-9a-f])")
 
 
 class TemplateRefusal(jinja2.TemplateError):
@@ -59,4 +63,6 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    # Noncharacters are marks that are taken out after rendering: escaped they would stay, as six characters.
+    return _ESCAPE.sub(lambda found: found[0] if found[1] == "\\" else chr(int(found[1][1:], 16)), text)
