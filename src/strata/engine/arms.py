@@ -62,7 +62,8 @@ class _Sizes:
         config = model.config
         layout = model.reader.layout
         assert layout is not None, "the model has routed experts"
-        return cls(config.num_layers * config.num_experts, config.num_experts, config.top_k, layout.blob_bytes)
+        total = len(model.reader.expert_layers) * config.num_experts
+        return cls(total, config.num_experts, config.top_k, layout.blob_bytes)
 
     @property
     def quarter(self) -> int:

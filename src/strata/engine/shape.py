@@ -26,7 +26,8 @@ def model_shape(model: OpenModel, kv: KvFormat) -> ModelShape:
     """Sizes of an open pack, as it is stored."""
     layout = model.reader.layout
     assert layout is not None, "the model has routed experts"
-    return _shape(model.name, model.config, kv, layout.blob_bytes, model.reader.dense_bytes)
+    layers = len(model.reader.expert_layers)  # a draft block's experts are experts of the pack like any others
+    return _shape(model.name, model.config, kv, layers, layout.blob_bytes, model.reader.dense_bytes)
 
 
 def config_shape(name: str, raw: Mapping[str, Any], kv: KvFormat) -> ModelShape:
@@ -36,13 +37,15 @@ def config_shape(name: str, raw: Mapping[str, Any], kv: KvFormat) -> ModelShape:
     entries = [entry for entry in family.weight_map(config).dense if entry.group is None]
     dense = plan_dense(entries, DenseFormats("q8_0", "bf16"))
     layout = ExpertLayout(config.hidden, config.expert_intermediate, "nvfp4")
-    return _shape(name, config, kv, layout.blob_bytes, dense.nbytes)
+    return _shape(name, config, kv, config.num_layers, layout.blob_bytes, dense.nbytes)
 
 
-def _shape(name: str, config: FamilyConfig, kv: KvFormat, blob_bytes: int, dense_bytes: int) -> ModelShape:
+def _shape(
+    name: str, config: FamilyConfig, kv: KvFormat, num_layers: int, blob_bytes: int, dense_bytes: int
+) -> ModelShape:
     return ModelShape(
         name=name,
-        num_layers=config.num_layers,
+        num_layers=num_layers,
         num_experts=config.num_experts,
         top_k=config.top_k,
         blob_bytes=blob_bytes,
