@@ -50,6 +50,7 @@ class Command:
 COMMANDS: tuple[Command, ...] = (
     Command("demo", "strata.cli.demo", "Show what Strata does on this PC, in a minute."),
     Command("run", "strata.cli.run", "Stream one completion."),
+    Command("serve", "strata.cli.serve", "Serve a model over HTTP to programs of this PC."),
     Command("verify", "strata.cli.verify", "Prove that placement never changes a token."),
     Command("bench", "strata.cli.bench", "Measure the kernels of this machine."),
     Command("inspect", "strata.cli.inspect", "Tell what a pack or a checkpoint holds; --check reads every byte."),
