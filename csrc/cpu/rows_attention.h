@@ -11,64 +11,64 @@ static inline int64_t seen(const AttentionCall& call, int64_t t, int64_t split) 
   return here < 0 ? 0 : (here < kSplit ? here : kSplit);
 }
 
-// o[r] (R queries x C Lanes from column `d`) += weights over entries [0, count).
-template <class Row, int R, int C>
+constexpr int64_t kAhead = 16;  // positions between a value row that is used and the one that memory is asked for
+
+// o[r] (R queries x C Lanes from column `d`) += weights over entries [begin, end). `Whole`: all C Lanes lie in the width.
+template <class Row, int R, int C, bool Whole>
 static inline void value_tile(const float* weights, const WeightRows& v, int64_t begin, int64_t end, int64_t d,
                               int64_t width, float* o) {
   Lanes sum[R][C];
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) {
-      const int64_t at = d + c * kWidth;
-      sum[r][c] = take(o + r * width + at, static_cast<int>(width - at));
-    }
-  const bool whole = d + C * kWidth <= width;
+  int counts[C];
+#pragma GCC unroll 8
+  for (int c = 0; c < C; c++) {
+    counts[c] = Whole ? kWidth : static_cast<int>(width - d) - c * kWidth;
+    for (int r = 0; r < R; r++) sum[r][c] = take(o + r * width + d + c * kWidth, counts[c]);
+  }
   for (int64_t p = begin; p < end; p++) {
     const Row row(v, p);
+    if (p + kAhead < end) Row(v, p + kAhead).fetch(d);
     Lanes e[R];
     for (int r = 0; r < R; r++) e[r] = broadcast(weights[r * kSplit + p]);
-    if (whole) {
 #pragma GCC unroll 8
-      for (int c = 0; c < C; c++) {
-        const Lanes value = row.at(d + c * kWidth);
-        for (int r = 0; r < R; r++) sum[r][c] = fma(e[r], value, sum[r][c]);
-      }
-    } else {
-      for (int c = 0; c < C; c++) {
-        const int64_t at = d + c * kWidth;
-        const Lanes value = row.some(at, static_cast<int>(width - at));
-        for (int r = 0; r < R; r++) sum[r][c] = fma(e[r], value, sum[r][c]);
-      }
-    }
-  }
-  for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) {
       const int64_t at = d + c * kWidth;
-      put(o + r * width + at, sum[r][c], static_cast<int>(width - at));
+      const Lanes value = Whole ? row.at(at) : row.some(at, counts[c]);
+      for (int r = 0; r < R; r++) sum[r][c] = fma(e[r], value, sum[r][c]);
     }
+  }
+#pragma GCC unroll 8
+  for (int c = 0; c < C; c++)
+    for (int r = 0; r < R; r++) put(o + r * width + d + c * kWidth, sum[r][c], counts[c]);
 }
 
 template <class Row, int R>
-static void value_rows(const float* weights, const WeightRows& v, int64_t begin, int64_t end, int64_t width,
-                       float* o) {
+static inline void value_stripe(const float* weights, const WeightRows& v, int64_t begin, int64_t end, int64_t d,
+                                int64_t width, float* o) {
   if (begin >= end) return;
-  for (int64_t d = 0; d < width; d += kValueTile * kWidth)
-    value_tile<Row, R, kValueTile>(weights, v, begin, end, d, width, o);
+  if (d + kValueTile * kWidth <= width)
+    value_tile<Row, R, kValueTile, true>(weights, v, begin, end, d, width, o);
+  else
+    value_tile<Row, R, kValueTile, false>(weights, v, begin, end, d, width, o);
 }
 
-// Adds the values of `queries` queries; counts[q] entries each. What all of a tile see is read once.
+// Adds the values of `queries` queries; counts[q] entries each. A stripe of columns is read from memory once and stays in
+// the first level for all queries; what all of a tile see is computed together, the rest query by query.
 template <class Row>
 static void values(const float* weights, const WeightRows& v, const int64_t* counts, int64_t queries, int64_t width,
                    float* o) {
   constexpr int R = 3;
-  int64_t q = 0;
-  for (; q + R <= queries; q += R) {
-    int64_t common = counts[q];
-    for (int r = 1; r < R; r++) common = counts[q + r] < common ? counts[q + r] : common;
-    value_rows<Row, R>(weights + q * kSplit, v, 0, common, width, o + q * width);
-    for (int r = 0; r < R; r++)
-      value_rows<Row, 1>(weights + (q + r) * kSplit, v, common, counts[q + r], width, o + (q + r) * width);
+  for (int64_t d = 0; d < width; d += kValueTile * kWidth) {
+    int64_t q = 0;
+    for (; q + R <= queries; q += R) {
+      int64_t common = counts[q];
+      for (int r = 1; r < R; r++) common = counts[q + r] < common ? counts[q + r] : common;
+      const float* e = weights + q * kSplit;
+      value_stripe<Row, R>(e, v, 0, common, d, width, o + q * width);
+      for (int r = 0; r < R; r++)
+        value_stripe<Row, 1>(e + r * kSplit, v, common, counts[q + r], d, width, o + (q + r) * width);
+    }
+    for (; q < queries; q++) value_stripe<Row, 1>(weights + q * kSplit, v, 0, counts[q], d, width, o + q * width);
   }
-  for (; q < queries; q++) value_rows<Row, 1>(weights + q * kSplit, v, 0, counts[q], width, o + q * width);
 }
 
 // Scores to weights in place: returns the maximum and the sum of one query.

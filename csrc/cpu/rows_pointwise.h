@@ -111,15 +111,54 @@ static void add_rows(const float* x, const float* y, int64_t count, float* z) {
   each_lanes(count, [&](int64_t i, int n) { put(z + i, add(take(x + i, n), take(y + i, n)), n); });
 }
 
+// The largest of up to kArgmaxBlock logits and whether all are numbers; a NaN is never larger.
+static inline bool block_maximum(const float* logits, int64_t count, float* maximum) {
+  Lanes top[4], sum = zero();
+  for (int j = 0; j < 4; j++) top[j] = broadcast(-__builtin_inff());
+  int64_t i = 0;
+  for (; i + 4 * kWidth <= count; i += 4 * kWidth)
+    for (int j = 0; j < 4; j++) {
+      const Lanes x = load(logits + i + j * kWidth);
+      top[j] = larger(x, top[j]);
+      sum = fma(x, zero(), sum);  // 0 for numbers, NaN for NaN and infinities
+    }
+  float m[4 * kWidth], s[kWidth];
+  for (int j = 0; j < 4; j++) store(m + j * kWidth, top[j]);
+  store(s, sum);
+  float best = -__builtin_inff();
+  for (int j = 0; j < 4 * kWidth; j++) best = m[j] > best ? m[j] : best;
+  bool numbers = true;
+  for (int j = 0; j < kWidth; j++) numbers &= s[j] == 0.0f;
+  if (!numbers) {  // an infinity is a number too
+    numbers = true;
+    for (int64_t j = 0; j < i; j++) numbers &= logits[j] == logits[j];
+  }
+  for (; i < count; i++) {
+    best = logits[i] > best ? logits[i] : best;
+    numbers &= logits[i] == logits[i];
+  }
+  *maximum = best;
+  return numbers;
+}
+
+constexpr int64_t kArgmaxBlock = 1024;
+
+// The first block that holds the maximum holds the lowest id.
 static void argmax(const float* logits, int64_t rows, int64_t columns, int64_t* ids) {
   for (int64_t t = 0; t < rows; t++, logits += columns) {
-    int64_t best = 0;
+    int64_t where = 0;
+    float best = 0.0f;
     bool valid = true;
-    for (int64_t i = 0; i < columns; i++) {
-      valid &= logits[i] == logits[i];
-      if (logits[i] > logits[best]) best = i;
+    for (int64_t c = 0; c < columns && valid; c += kArgmaxBlock) {
+      float here;
+      valid = block_maximum(logits + c, columns - c < kArgmaxBlock ? columns - c : kArgmaxBlock, &here);
+      if (c == 0 || here > best) {
+        where = c;
+        best = here;
+      }
     }
-    ids[t] = valid ? best : -1;
+    while (valid && logits[where] != best) where++;
+    ids[t] = valid ? where : -1;
   }
 }
 
