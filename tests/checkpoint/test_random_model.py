@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from strata.checkpoint.export import export_checkpoint
 from strata.checkpoint.pack_reader import PackReader
-from strata.checkpoint.pack_writer import PackOptions
+from strata.checkpoint.pack_writer import PackOptions, pack_checkpoint
 from strata.checkpoint.random_model import RandomSource, write_random_pack
 from strata.checkpoint.weight_map import WeightEntry, WeightMap
 from strata.errors import CheckpointError
+from strata.kernels.ops import Matrix
 from strata.kernels.reference import ExpertWeights, ReferenceExperts, ReferenceOps
 from strata.models import find
 from tests.checkpoint.tiny_family import TinyConfig, TinyFamily, find_tiny
@@ -94,3 +96,27 @@ def test_logits_are_sane(tmp_path: Path, config: dict) -> None:
         best = logits.topk(2).values
         assert (best[:, 0] - best[:, 1]).median() > 0.1
         assert len(set(logits.argmax(-1).tolist())) > 10  # not one token for ever
+
+
+def test_a_model_with_its_draft_block_survives_export_and_packing(tmp_path: Path) -> None:
+    """Every weight of the family, the draft block and its two halves of one projection included, in BF16."""
+    options = PackOptions(experts="bf16", dense="bf16")
+    one = write_random_pack(tmp_path / "one", QWEN4, find, options)
+    exported = export_checkpoint(one, tmp_path / "hf")
+    two = pack_checkpoint(exported, tmp_path / "two", find, options)
+    with PackReader(one) as first, PackReader(two) as second:
+        assert any(name.startswith("mtp.") for name in first.manifest.dense)
+        assert first.expert_layers == second.expert_layers
+        ours, theirs = first.load_dense(), second.load_dense()
+        assert list(ours) == list(theirs)
+        for name, weight in ours.items():
+            other = theirs[name]
+            if isinstance(weight, Matrix):
+                assert isinstance(other, Matrix)
+                # Routers are FP32 in a pack and BF16 in an export; everything else is the same bits.
+                assert torch.equal(weight.data.bfloat16(), other.data.bfloat16()), name
+            elif isinstance(weight, torch.Tensor):
+                assert isinstance(other, torch.Tensor)
+                assert torch.equal(weight.bfloat16(), other.bfloat16()), name
+        assert torch.equal(first.tensor_scales, second.tensor_scales)
+        assert (first.checksums == second.checksums).all()

@@ -60,6 +60,7 @@ CASES: list[tuple[str, dict[str, bytes | dict], Kind, str]] = [
     ("no config", {"model.safetensors": b""}, Kind.NO_CONFIG, "no config.json"),
     ("bad config", {"model.safetensors": b"", "config.json": b"[]"}, Kind.NO_CONFIG, "not a JSON object"),
     ("no weights", {"config.json": {}, "tokenizer.json": {}}, Kind.NO_WEIGHTS, "no *.safetensors"),
+    ("cache", {"snapshots/0a1b/config.json": {}, "refs/main": b"0a1b"}, Kind.UNKNOWN, "snapshots/0a1b"),
     ("other folder", {"a.txt": b"", "b.txt": b""}, Kind.UNKNOWN, "a.txt, b.txt"),
     ("empty", {}, Kind.EMPTY, "empty folder"),
 ]

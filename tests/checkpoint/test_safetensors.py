@@ -238,3 +238,26 @@ def test_a_hole_in_permissions_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr("os.open", refuse)
         with pytest.raises(CheckpointError, match="Permission denied"):
             checkpoint.read("a")
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_mutated_header_loads_or_is_named(
+    tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[int, int]]
+) -> None:
+    """Whatever bytes of the header change: a ``CheckpointError`` or tensors inside of the file, nothing else."""
+    folder = write(tmp_path_factory.mktemp("mutated"), {"model.safetensors": TENSORS})
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    for place, value in edits:
+        data[place % header] = value
+    path.write_bytes(data)
+    try:
+        with Checkpoint(folder) as checkpoint:
+            for name, spec in checkpoint.specs.items():
+                assert header <= spec.offset <= spec.offset + spec.nbytes <= len(data)
+                if spec.dtype in ("F32", "BF16", "U8"):
+                    checkpoint.read(name)
+    except CheckpointError as error:
+        assert str(folder) in str(error)

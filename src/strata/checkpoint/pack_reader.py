@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from strata.checkpoint.dense_writer import Q8_BLOCK, SCALES_SUFFIX
+from strata.checkpoint.in_order import in_order
 from strata.checkpoint.manifest import DENSE_FILE, EXPERT_TABLES_FILE, DenseTensor, Manifest, TableRecord, read_manifest
 from strata.checkpoint.pack_checksum import tensor_checksum
 from strata.checkpoint.pack_writer import LAYOUT_NUMBER
@@ -110,12 +111,13 @@ class PackReader:
         ``TableFile`` for tables (open until ``close``). A tied weight is the same object as what it is tied to."""
         weights: dict[str, DenseWeight] = {}
         done, total = 0, self.dense_bytes
-        for name, record in self.manifest.dense.items():
-            if record.tied_to is None:
-                weights[name] = self.load_weight(name)
-                done += self.matrix_bytes(name)
-                if progress is not None:
-                    progress(done, total)
+        own = [name for name, record in self.manifest.dense.items() if record.tied_to is None]
+        self._open(self.folder / DENSE_FILE)  # before threads ask for it
+        for name, weight in zip(own, in_order(self.load_weight, own), strict=True):
+            weights[name] = weight
+            done += self.matrix_bytes(name)
+            if progress is not None:
+                progress(done, total)
         for name, record in self.manifest.dense.items():
             if record.tied_to is not None:
                 weights[name] = weights[record.tied_to]

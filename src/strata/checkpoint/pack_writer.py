@@ -25,6 +25,7 @@ from strata.checkpoint.dense_writer import (
     plan_dense,
     write_dense,
 )
+from strata.checkpoint.in_order import in_order
 from strata.checkpoint.manifest import (
     DENSE_FILE,
     EXPERT_TABLES_FILE,
@@ -258,19 +259,25 @@ class _PackWriter:
         self, file: IO[bytes], places: list[tuple[int, int]], scales: list[torch.Tensor], sums: list[int]
     ) -> None:
         assert self.layout is not None
-        layout, step = self.layout, self._step("experts")
-        at_once = max(1, SLICE_BYTES // (12 * layout.hidden * layout.intermediate))
-        for start in range(0, len(places), at_once):
-            batch = [self._read_expert(layer, expert) for layer, expert in places[start : start + at_once]]
-            blobs, tensor_scales = layout.pack(
-                _stack([one.gate for one in batch], layout.format),
-                _stack([one.up for one in batch], layout.format),
-                _stack([one.down for one in batch], layout.format),
-            )
+        step = self._step("experts")
+        at_once = max(1, SLICE_BYTES // (12 * self.layout.hidden * self.layout.intermediate))
+        batches = [places[start : start + at_once] for start in range(0, len(places), at_once)]
+        for blobs, batch_sums, tensor_scales in in_order(self._pack_batch, batches):
             for blob in blobs.numpy():
-                sums.append(checksum(blob))
                 step(file.write(blob.data))
+            sums.extend(batch_sums)
             scales.append(tensor_scales)
+
+    def _pack_batch(self, places: list[tuple[int, int]]) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+        assert self.layout is not None
+        layout = self.layout
+        batch = [self._read_expert(layer, expert) for layer, expert in places]
+        blobs, tensor_scales = layout.pack(
+            _stack([one.gate for one in batch], layout.format),
+            _stack([one.up for one in batch], layout.format),
+            _stack([one.down for one in batch], layout.format),
+        )
+        return blobs, [checksum(blob) for blob in blobs.numpy()], tensor_scales
 
     def _read_expert(self, layer: int, expert: int) -> ExpertWeights:
         try:

@@ -161,6 +161,11 @@ def _recognise_folder(path: Path) -> Recognised:
         return _ollama(path)
     if "models" in names and (path / "models" / "blobs").is_dir() and (path / "models" / "manifests").is_dir():
         return _ollama(path)
+    if "snapshots" in names and (path / "snapshots").is_dir():
+        inside = next(iter(sorted((path / "snapshots").iterdir())), path / "snapshots")
+        return Recognised(
+            path, Kind.UNKNOWN, "is a download cache, not a model", f"give the folder inside of it: {inside}"
+        )
     safetensors = [name for name in names if name.endswith(".safetensors")]
     for name, what in _FOREIGN_FILES.items():
         if name in names and not safetensors:

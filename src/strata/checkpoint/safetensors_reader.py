@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +46,7 @@ _TORCH_TYPES: dict[str, torch.dtype] = {
 
 class Checkpoint:
     """The tensors of one checkpoint folder by name. Owns its open files; ``close()`` or ``with`` ends them.
+    Several threads may read at once.
 
     ``specs`` holds every tensor of every shard, checked against the index and the headers;
     ``config`` is the parsed config.json; ``bytes_read`` counts what ``read`` has taken from the files.
@@ -54,6 +56,7 @@ class Checkpoint:
         self.folder = find_checkpoint(folder)
         self.config = read_json_object(self.folder / "config.json")
         self.bytes_read = 0
+        self._lock = threading.Lock()
         self._files: dict[Path, int] = {}
         self.specs: dict[str, TensorSpec] = _collect(self.folder)
 
@@ -76,17 +79,19 @@ class Checkpoint:
             shape = (stop - start, *shape[1:])
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype)
-        self.bytes_read += nbytes
+        with self._lock:
+            self.bytes_read += nbytes
         data = read_bytes(self._file(spec.path), offset, nbytes, f"{spec.path}: tensor {name!r}")
         return torch.from_numpy(data).view(dtype).reshape(shape)
 
     def _file(self, path: Path) -> int:
-        if path not in self._files:
-            try:
-                self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        return self._files[path]
+        with self._lock:
+            if path not in self._files:
+                try:
+                    self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+                except OSError as error:
+                    raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            return self._files[path]
 
     def close(self) -> None:
         """Closes the files; tensors that were read stay valid."""
@@ -127,11 +132,15 @@ def read_bytes(descriptor: int, offset: int, nbytes: int, what: str) -> np.ndarr
     return data
 
 
+_no_preadv = threading.Lock()
+
+
 def _read_into(descriptor: int, view: memoryview, offset: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [view], offset)
-    os.lseek(descriptor, offset, os.SEEK_SET)
-    data = os.read(descriptor, len(view))
+    with _no_preadv:  # the file's position is shared by its readers
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        data = os.read(descriptor, len(view))
     view[: len(data)] = data
     return len(data)
 

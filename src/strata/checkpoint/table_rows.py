@@ -23,6 +23,7 @@ import torch
 from strata.checkpoint.pack_checksum import row_checks
 from strata.checkpoint.safetensors_reader import read_bytes
 from strata.errors import CheckpointError
+from strata.kernels.cpu.gather import gather_rows
 from strata.quant.blocks import quantise
 
 __all__ = ["TableFile", "TableFormat", "encode_rows", "row_bytes"]
@@ -106,10 +107,7 @@ class TableFile:
             return torch.empty(rows_TK.shape[0], rows_TK.shape[1] * self.columns)
         assert int(numbers.min()) >= 0
         assert int(numbers.max()) < self.rows
-        data = np.empty((numbers.size, self.row_bytes), dtype=np.uint8)
-        for place, number in enumerate(numbers.tolist()):
-            data[place] = self._read(number, 1)[0]
-        self._check(data, numbers)
+        data = gather_rows(self._file, self.row_bytes, numbers, str(self.path))
         return _decode(data, self.columns, self.format).reshape(rows_TK.shape[0], -1)
 
     def check(self, rows_at_once: int = 1 << 16) -> int:
