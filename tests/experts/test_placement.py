@@ -11,11 +11,12 @@ from tests.experts.small_model import SmallPack, open_system, oracle
 
 Small = tuple[SmallPack, ExpertKernel]
 
+HALF = HostFaults(refuse_one_allocation=True, refuse_at_slice=1)
 ARMS: dict[str, tuple[dict[str, object], HostFaults]] = {
     "all fast": ({"expert_cache": 24}, HostFaults()),
     "no slots": ({"expert_cache": 0}, HostFaults()),
     "arena, pinned": ({}, HostFaults()),
-    "arena, slices refused half-way": ({}, HostFaults(refuse_one_allocation=True, refuse_at_slice=1)),
+    "arena, slices refused half-way": ({}, HALF),
     "arena, nothing pinned": ({}, HostFaults(refuse_one_allocation=True, refuse_after_bytes=0)),
     "resident": ({"mode": "resident"}, HostFaults()),
     "resident, delayed": ({"mode": "resident"}, HostFaults(copies="threaded", copy_delay_s=0.0002)),
@@ -26,6 +27,11 @@ ARMS: dict[str, tuple[dict[str, object], HostFaults]] = {
     "file, no slots": ({"mode": "budget", "budget_bytes": 0, "expert_cache": 0}, HostFaults()),
     "ring of two": ({"mode": "resident", "ring_slots": 2}, HostFaults()),
     "ring reserved": ({"prefill_borrow": False, "ring_slots": 3}, HostFaults()),
+    "a prompt's rare experts on the CPU": ({"mode": "resident", "prefill_cpu_share": 0.5}, HostFaults()),
+    "all of a prompt on the CPU": (
+        {"prefill_cpu_share": 1.0},
+        HostFaults(refuse_one_allocation=True, refuse_at_slice=1),
+    ),
     "two buffers": ({"mode": "budget", "budget_bytes": 0, "stager_buffers": 2}, HostFaults(copies="last_moment")),
 }
 

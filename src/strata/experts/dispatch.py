@@ -66,13 +66,14 @@ class Dispatcher:
         open_ring: Callable[[int], PromptRing | None],
         close_ring: Callable[[], None],
         pcie_fraction: float = 0.0,
+        cpu_share: float = 0.0,
         injection: FaultInjection | None = None,
     ) -> None:
         self.counters = DispatchCounters([0] * len(Tier))
         self._store, self._mover, self._kernel = store, mover, kernel
         self._tables = PickTables(store.placements(scales))
         self._open_ring, self._close_ring = open_ring, close_ring
-        self._pcie_fraction = pcie_fraction
+        self._pcie_fraction, self._cpu_share = pcie_fraction, cpu_share
         self._injection = injection
         self._flags = np.zeros(0, np.uint8)
 
@@ -85,10 +86,12 @@ class Dispatcher:
         parts = torch.empty(num_rows * top_k, x_TH.shape[1])
         work = _Work(self._kernel, layer, picks, x_TH, parts, self._start_flags(num_rows))
         if ring is not None:
-            self._stream(ring, work, look_ahead=num_rows >= LOOK_AHEAD_ROWS)
+            self._stream(ring, work, look_ahead=num_rows >= LOOK_AHEAD_ROWS and not self._cpu_share)
         elif picks.by_kind[Tier.FILE]:
             self._read(work)
         else:
+            if picks.by_kind[Tier.MAPPED]:
+                self._store.read_ahead(picks.tasks.tasks["blob"][picks.kinds == Tier.MAPPED])
             work.compute_all()
         return self._kernel.combine(parts, weights_TK, work.flags)
 
@@ -110,15 +113,23 @@ class Dispatcher:
         return None
 
     def _stream(self, ring: PromptRing, work: _Work, *, look_ahead: bool) -> None:
-        """A prompt: VRAM experts are computed in place while the others arrive in the ring."""
-        kinds = work.picks.kinds
-        outside = np.flatnonzero(kinds != Tier.VRAM)
-        task_of = self._number(work, outside)
+        """A prompt: VRAM experts, and the CPU's share, are computed in place while the others arrive in the ring."""
+        in_place = work.picks.kinds == Tier.VRAM
+        in_place[self._choose_for_cpu(work)] = True
+        task_of = self._number(work, np.flatnonzero(~in_place))
         ring.want(list(task_of))
-        work.compute(np.flatnonzero(kinds == Tier.VRAM))
+        work.compute(np.flatnonzero(in_place))
         prefetch = (lambda: ring.want(self._list_outside(work.layer + 1))) if look_ahead else None
         for batch in ring.take(list(task_of), prefetch):
             self._compute_moved(batch, task_of, work)
+
+    def _choose_for_cpu(self, work: _Work) -> NDArray[np.int64]:
+        """The rarest of a prompt's experts that lie in RAM, as many as the CPU's share of those outside VRAM says."""
+        kinds = work.picks.kinds
+        count = int(np.count_nonzero(kinds != Tier.VRAM) * self._cpu_share)
+        in_ram = np.flatnonzero((kinds != Tier.VRAM) & (kinds != Tier.FILE))
+        rows = work.picks.tasks.tasks["count"][in_ram]
+        return in_ram[np.argsort(rows, kind="stable")[:count]]
 
     def _read(self, work: _Work) -> None:
         """Some picks are in the file alone: they are read ahead into staging buffers while the others are computed."""

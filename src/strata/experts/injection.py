@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from strata.experts.tiers import Tier
 from strata.kernels.host import flip_bits
+from strata.memory.system import system
 
 __all__ = ["FaultInjection"]
 
@@ -30,6 +31,8 @@ class FaultInjection:
         """Called with an expert that is about to be computed from ``address``."""
         if self.flip_bit_in is tier:
             self.flip_bit_in = None
+            if tier is Tier.MAPPED:
+                system.make_writable(address, 1)
             flip_bits(address, FLIPPED_BIT)
             self.happened.append(f"one bit of an expert in {tier.name} was flipped")
 

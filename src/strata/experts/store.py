@@ -15,6 +15,7 @@ from strata.experts.slots import NOBODY, SlotCache
 from strata.experts.tiers import Location, Tier
 from strata.kernels.cpu.picks import Placements
 from strata.memory.page_lock import LockedMemory
+from strata.memory.system import system
 
 __all__ = ["ExpertStore", "Found"]
 
@@ -109,6 +110,11 @@ class ExpertStore:
             slots_address=slots.address,
             stride=slots.stride,
         )
+
+    def read_ahead(self, addresses: NDArray[np.uint64]) -> None:
+        """Asks the system to bring these mapped blobs into RAM, all at once, before they are touched one by one."""
+        for address in addresses.tolist():
+            system.advise(address, self.slots.stride, "will_need")
 
     def locate(self, layer: int, expert: int) -> Location:
         """One expert's place, for people and tests."""

@@ -38,6 +38,8 @@ __all__ = ["ExpertSystem"]
 
 logger = logging.getLogger(__name__)
 FEWEST_BUFFERS = 16
+CACHED_ENOUGH = 0.5  # a load reads through the page cache when it holds at least this share of the file
+LITTLE_MEMORY = 256 << 20  # below this a driver starts to move memory out of the device
 Progress = Callable[[int, int], None]
 
 
@@ -87,6 +89,7 @@ class ExpertSystem:
             open_ring=self._open_ring,
             close_ring=self.end_prompt,
             pcie_fraction=pcie_fraction,
+            cpu_share=plan.request.prefill_cpu_share,
             injection=injection,
         )
 
@@ -148,6 +151,7 @@ class ExpertSystem:
         except BaseException:
             opened.close()
             raise
+        _warn_of_little_memory(backend)
         return opened
 
     def begin_round(self) -> int:
@@ -228,9 +232,11 @@ class ExpertSystem:
             if progress is not None:
                 progress(done, total)
 
+        self._source.direct = self._source.cached_share(placement.ram or placement.vram) < CACHED_ENOUGH
         if placement.ram:
             fill_ram(self.store, self._source, self._stager, placement.ram, report)
         fill_slots(self.store, self.mover, placement.vram, report)
+        self._source.direct = self.plan.direct_reads
         counters = self.mover.counters
         self._loaded_bytes = len(placement.ram) * self._source.blob_bytes + counters.file_bytes
         counters.direct_bytes = counters.direct_runs = counters.staged_bytes = counters.file_bytes = 0
@@ -253,7 +259,7 @@ class ExpertSystem:
         if self.plan.ring_borrowed:
             needed = min(self._ring_limit, 2 * min(self.store.num_experts, num_picks))
             addresses = self._lender.lend(needed, keep=set(self.swaps.spares))
-            logger.info("the prompt borrows %d slots (%s)", needed, format_bytes(needed * slots.stride))
+            logger.info("the prompt borrows %d slots (%s)", len(addresses), format_bytes(len(addresses) * slots.stride))
         else:
             first = self.plan.num_slots + self.plan.num_spares
             addresses = [slots.slot_address(slot) for slot in range(first, first + self._ring_limit)]
@@ -305,6 +311,10 @@ def _take_ram(
     needed = None
     if pin.by_need:
         needed = ~np.isin(np.array(placement.ram), np.array(placement.vram))
+    if pin.rule == "none" and plan.mode == "arena":
+        logger.info("STRATA_ARENA_PIN_GIB=none: nothing of the expert arena is pinned")
+    elif pin.rule == "none":
+        logger.info("STRATA_COMPLEMENT_PIN_GIB=0: nothing of the resident copy is pinned")
     memory = take_memory(
         backend,
         len(placement.ram),
@@ -313,7 +323,7 @@ def _take_ram(
         limit=plan.pin_limit,
         slice_bytes=file.num_experts * plan.stride,
         needed=needed,
-        name="expert arena" if plan.mode == "arena" else "resident copy",
+        num_cpus=plan.request.num_cpus,
     )
     owned.callback(memory.close)
     return memory
@@ -358,6 +368,12 @@ def _take_buffers(plan: ResolvedPlan, count: int, backend: Backend, owned: ExitS
         owned.callback(region.free)
         address = region.address
     return [address + index * plan.stride for index in range(count)]
+
+
+def _warn_of_little_memory(backend: Backend) -> None:
+    info = backend.info()
+    if info.kind == "cuda" and info.memory_free < LITTLE_MEMORY:
+        logger.warning("only %d MiB of VRAM free: raise --vram-reserve-mib", info.memory_free >> 20)
 
 
 def _synchronize_quietly(stream: DeviceStream) -> None:

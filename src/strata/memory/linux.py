@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 __all__ = [
     "PAGE_BYTES",
     "FileMap",
@@ -26,8 +29,10 @@ __all__ = [
     "cpu_quota",
     "direct_read_flag",
     "drop_file_cache",
+    "is_cached",
     "lock_pages",
     "locked_limit",
+    "make_writable",
     "map_file",
     "map_region",
     "memory_limits",
@@ -45,6 +50,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 
 Advice = Literal["huge", "will_need", "sequential", "random", "populate"]
@@ -77,21 +83,17 @@ class FileMap:
     """A file mapped for reading: its pages are the page cache's own. Freed once."""
 
     def __init__(self, path: Path) -> None:
-        self._map: mmap.mmap | None = None
+        self._bytes: NDArray[np.uint8] | None = None
         self.address = 0
         with path.open("rb") as handle:
             self.nbytes = os.fstat(handle.fileno()).st_size
-            if self.nbytes == 0:  # there is nothing to map
-                return
-            # A private writable mapping is never written; it only lets Python hand out its address.
-            writable = mmap.PROT_READ | mmap.PROT_WRITE
-            self._map = mmap.mmap(handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=writable)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+            if self.nbytes:  # an empty file has nothing to map
+                mapped = mmap.mmap(handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+                self._bytes = np.frombuffer(mapped, np.uint8)  # keeps the mapping, and knows its address
+                self.address = self._bytes.ctypes.data
 
     def free(self) -> None:
-        if self._map is not None:
-            self._map.close()
-            self._map = None
+        self._bytes = None
 
 
 def map_region(nbytes: int, *, huge_pages: bool = False) -> Region:
@@ -116,14 +118,33 @@ def map_file(path: Path) -> FileMap:
 
 
 def advise(address: int, nbytes: int, advice: Advice) -> bool:
-    """Tells the kernel how pages will be used; False where it does not know the advice."""
-    return bool(_libc.madvise(address, nbytes, _ADVICE[advice]) == 0)
+    """Tells the kernel how the pages of a range will be used; False where it does not know the advice."""
+    first = address // PAGE_BYTES * PAGE_BYTES
+    return bool(_libc.madvise(first, address + nbytes - first, _ADVICE[advice]) == 0)
 
 
 def touch_pages(address: int, nbytes: int) -> None:
     """Makes the pages exist, as zeros, without the interpreter's lock. Only for memory that nobody has written."""
     if not advise(address, nbytes, "populate"):  # since Linux 5.14
         _libc.memset(address, 0, nbytes)
+
+
+def make_writable(address: int, nbytes: int) -> None:
+    """Lets a private read-only mapping be written: the written pages become this process's own copies."""
+    first = address // PAGE_BYTES * PAGE_BYTES
+    if _libc.mprotect(first, address + nbytes - first, mmap.PROT_READ | mmap.PROT_WRITE):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def is_cached(descriptor: int, offset: int) -> bool:
+    """Whether the page of an open file at ``offset`` is in the page cache; True where the system does not say."""
+    page = bytearray(PAGE_BYTES)
+    try:
+        return os.preadv(descriptor, [page], offset, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def lock_pages(address: int, nbytes: int) -> None:

@@ -26,6 +26,9 @@ __all__ = ["LockedMemory", "cut_slices", "take_memory"]
 
 logger = logging.getLogger(__name__)
 GIB = 1 << 30
+# Page-locking 16 GiB: 2.3 GiB/s for untouched pages, 20.4 for huge pages that 16 threads had touched.
+MOST_TOUCH_THREADS = 16
+TOUCH_IN_PARALLEL = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def take_memory(
     limit: int | None = None,
     slice_bytes: int = GIB,
     needed: NDArray[np.bool_] | None = None,
-    name: str = "expert copy",
+    num_cpus: int = 1,
 ) -> LockedMemory:
     """Memory for ``num_places`` of ``stride`` bytes, page-locked by the first path that works.
 
@@ -101,10 +104,12 @@ def take_memory(
         if taken is not None:
             logger.info("%s", taken.report)
             return taken
-    taken = _take_slices(backend, num_places, stride, request, limit, slice_bytes, needed, started)
+    threads = request.touch_threads
+    if threads is None:
+        threads = min(num_cpus, MOST_TOUCH_THREADS) if nbytes >= TOUCH_IN_PARALLEL else 1
+    region = _map(nbytes, request)
+    taken = _take_slices(backend, region, num_places, stride, request, limit, slice_bytes, needed, threads, started)
     logger.info("%s", taken.report)
-    if request.rule == "none":
-        logger.info("nothing of the %s is pinned, as asked", name)
     return taken
 
 
@@ -124,20 +129,9 @@ def _take_path_1(backend: Backend, num_places: int, stride: int, started: float)
     return LockedMemory(buffer, num_places, stride, 1, [Slice(0, nbytes, registration)], report)
 
 
-def _take_slices(
-    backend: Backend,
-    num_places: int,
-    stride: int,
-    request: PinRequest,
-    limit: int | None,
-    slice_bytes: int,
-    needed: NDArray[np.bool_] | None,
-    started: float,
-) -> LockedMemory:
-    """Paths 2 and 3: ordinary memory, registered slice by slice before anything is written to it."""
-    nbytes = num_places * stride
+def _map(nbytes: int, request: PinRequest) -> system.Region:
     try:
-        region = system.map_region(nbytes, huge_pages=request.huge_pages)
+        return system.map_region(nbytes, huge_pages=request.huge_pages)
     except MemoryError as error:
         raise MemoryPlanError(
             f"the system refuses memory for the experts: {error}",
@@ -145,6 +139,22 @@ def _take_slices(
             "--mmap-experts",
             short_bytes=nbytes,
         ) from error
+
+
+def _take_slices(
+    backend: Backend,
+    region: system.Region,
+    num_places: int,
+    stride: int,
+    request: PinRequest,
+    limit: int | None,
+    slice_bytes: int,
+    needed: NDArray[np.bool_] | None,
+    touch_threads: int,
+    started: float,
+) -> LockedMemory:
+    """Paths 2 and 3: ordinary memory, registered slice by slice before anything is written to it."""
+    nbytes = num_places * stride
     cuts = [] if request.rule == "none" else cut_slices(num_places, stride, slice_bytes, system.PAGE_BYTES, needed)
     granted: list[Slice] = []
     room = nbytes + system.PAGE_BYTES if limit is None else limit
@@ -153,8 +163,8 @@ def _take_slices(
         wanted = min(size, _whole_places(offset, room, stride, system.PAGE_BYTES))
         if wanted <= 0:
             break
-        if not touched and request.touch_threads > 1:
-            _touch(region.address, region.nbytes, request.touch_threads)
+        if not touched and touch_threads > 1:
+            _touch(region.address, region.nbytes, touch_threads)
             touched = True
         try:
             registration = backend.register(region.address + offset, wanted)

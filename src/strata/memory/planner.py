@@ -46,6 +46,7 @@ class ResolvedPlan:
     stager: StagerSizing
     vram: dict[str, int]
     ram: dict[str, int]
+    direct_reads: bool  # expert reads of a running model go past the page cache
     pin_limit: int | None  # bytes of the RAM copy that may be page-locked; None: until refused
     messages: tuple[str, ...]
 
@@ -135,6 +136,7 @@ def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> Resol
         stager=size_stager(request, mode, unpinned_share=1.0),
         vram=vram,
         ram=ram,
+        direct_reads=_reads_directly(shape, request, mode, num_slots, num_ram, stride, sum(ram.values())),
         pin_limit=_limit_pins(request, device, num_ram * stride, sum(vram.values()) + ram["staging"], messages),
         messages=tuple(messages),
     )
@@ -268,6 +270,14 @@ def _choose_mode(
                 f"{format_bytes(max(0, room))} that are free beside the headroom; the next lower mode is taken"
             )
     raise AssertionError("the mapped mode always fits")
+
+
+def _reads_directly(
+    shape: ModelShape, request: MemoryRequest, mode: RamMode, num_slots: int, num_ram: int, stride: int, ram_bytes: int
+) -> bool:
+    """Whether the page cache is too small to help: it would hold less than a quarter of what only the file holds."""
+    in_file = (shape.total_experts - num_slots - num_ram) * stride
+    return mode == "budget" and in_file > 0 and 4 * (request.ram_bytes - ram_bytes) < in_file
 
 
 def _limit_pins(

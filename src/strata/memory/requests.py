@@ -70,7 +70,7 @@ class PinRequest:
     refuse_one_allocation: bool = False  # take path 1 as refused
     prefer_slices: bool = False  # path 2 before path 1, where it was measured to be faster
     huge_pages: bool = True  # path 2 asks for huge pages before it touches them
-    touch_threads: int = 1  # threads that touch the pages of path 2 before they are registered
+    touch_threads: int | None = None  # threads that touch path 2's pages before they are registered; None: by size
 
 
 def pin_complement(value: float | Literal["auto", "all"]) -> PinRequest:
@@ -109,5 +109,6 @@ class MemoryRequest:
     stage_resident: bool | None = None  # STRATA_STAGE_RESIDENT: True the new sizing, False the old one
     adapt_every: int = 0  # rounds between adaptations of the cache; 0: never
     adapt_swaps: int = 4  # experts exchanged in one adaptation at most, each through a spare slot of its own
+    prefill_cpu_share: float = 0.0  # STRATA_PREFILL_CPU_SHARE: of a prompt's experts outside VRAM, the rarest
     num_cpus: int = 1
     pin: PinRequest = PinRequest()
