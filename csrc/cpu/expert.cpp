@@ -319,7 +319,7 @@ STRATA_API int strata_expert_combine(const float* parts, const float* weights, l
     if (parts == nullptr || weights == nullptr || y == nullptr || flags == nullptr)
         return fail(kBadArgument, "an address of the sum over experts is null");
     Combine job{expert_kernels(kNvfp4), parts, weights, k, hidden, y, flags};
-    return parallel_for(rows, 8, &combine_rows, &job);
+    return parallel_for(rows, 4, &combine_rows, &job);
 }
 
 // The sum of `bytes` (a multiple of 8) at `memory` as 64-bit words, read once by all threads of the pool.

@@ -27,6 +27,8 @@ struct Isa {
         return _mm256_testz_si256(bad, bad) != 0;
     }
     static Bytes load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+    static void store_bytes(uint8_t* out, Bytes x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), x); }
+    static Floats load_floats(const float* p) { return _mm256_loadu_ps(p); }
     static Bytes spread_codes(const int8_t* codes) {
         int32_t four;
         __builtin_memcpy(&four, codes, 4);

@@ -27,6 +27,8 @@ struct Isa {
         return good == 0xFFFF;
     }
     static Bytes load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+    static void store_bytes(uint8_t* out, Bytes x) { _mm512_storeu_si512(out, x); }
+    static Floats load_floats(const float* p) { return _mm512_loadu_ps(p); }
     static Ints dot(Ints acc, Bytes weights, const int8_t* codes) {
         int32_t four;
         __builtin_memcpy(&four, codes, 4);

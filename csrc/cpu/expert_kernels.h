@@ -55,32 +55,108 @@ STRATA_INLINE inline void each_half(F&& f) {
         for (int half = 0; half < kHalves; ++half) f(half);
 }
 
+// Parts of a group that a kernel of R rows computes at once: both where the sums of both fit the registers, because
+// they share the broadcast activations.
+template <int R>
+constexpr int kParts = kHalves == 2 && R <= 2 ? 2 : 1;
+
+// Accumulators of P parts of a group for up to four rows.
+template <int P>
+struct Sums {
+    Four<Floats> part[P];
+};
+
 struct Nvfp4 {
     static constexpr long kBytes = 576;
+    static constexpr bool kHasPanel = kHalves <= 2;
     using Row = const CodedGroup*;
 
-    // Adds the products of one superblock of 16 rows (or half of them) to acc.
     template <int R>
-    STRATA_INLINE static void add(const uint8_t* p, int half, const Row* rows, long superblock, Four<Floats>& acc) {
+    static constexpr int kPartsAtOnce = kParts<R>;
+
+    // Adds the products of one superblock to the sums of parts [part, part + P).
+    template <int R, int P>
+    STRATA_INLINE static void add(const uint8_t* p, int part, const Row* rows, long superblock, Sums<P>& acc) {
         for (int block = 0; block < 4; ++block) {
             const long at = superblock * 4 + block;
-            const uint8_t* codes = p + block * 128 + half * kLanes * 4;
-            Four<Ints> dot;
-            each<R>([&](auto r) STRATA_INLINE { dot.template at<r>() = Isa::start_nibbles(&rows[r][at].correction); });
+            const uint8_t* codes = p + block * 128 + part * kLanes * 4;
+            Four<Ints> dot[P];
+            start<R, P>(rows, at, dot);
             each<2>([&](auto step) STRATA_INLINE {
-                Isa::Bytes even, odd;
-                Isa::load_nibbles(codes + step * 64, even, odd);
-                each<R>([&](auto r) STRATA_INLINE {
-                    Ints& sum = dot.template at<r>();
-                    sum = Isa::dot_nibbles(sum, even, rows[r][at].codes + step * 8);
-                    sum = Isa::dot_nibbles(sum, odd, rows[r][at].codes + step * 8 + 4);
+                each<P>([&](auto q) STRATA_INLINE {
+                    Isa::Bytes even, odd;
+                    Isa::load_nibbles(codes + step * 64 + q * kLanes * 4, even, odd);
+                    each<R>([&](auto r) STRATA_INLINE {
+                        Ints& sum = dot[q].template at<r>();
+                        sum = Isa::dot_nibbles(sum, even, rows[r][at].codes + step * 8);
+                        sum = Isa::dot_nibbles(sum, odd, rows[r][at].codes + step * 8 + 4);
+                    });
                 });
             });
-            const Floats scale = Isa::load_e4m3(p + 512 + block * 16 + half * kLanes);
+            each<P>([&](auto q) STRATA_INLINE {
+                finish<R>(dot[q], Isa::load_e4m3(p + 512 + block * 16 + (part + q) * kLanes), rows, at, acc.part[q]);
+            });
+        }
+    }
+
+    template <int R, int P>
+    STRATA_INLINE static void start(const Row* rows, long at, Four<Ints>* dot) {
+        each<P>([&](auto q) STRATA_INLINE {
             each<R>([&](auto r) STRATA_INLINE {
-                const Floats factor = Isa::product(scale, Isa::spread(&rows[r][at].scale));
-                Floats& sum = acc.template at<r>();
-                sum = Isa::fused(Isa::finish_nibbles(dot.template at<r>()), factor, sum);
+                dot[q].template at<r>() = Isa::start_nibbles(&rows[r][at].correction);
+            });
+        });
+    }
+
+    template <int R>
+    STRATA_INLINE static void finish(Four<Ints>& dot, Floats scale, const Row* rows, long at, Four<Floats>& acc) {
+        each<R>([&](auto r) STRATA_INLINE {
+            const Floats factor = Isa::product(scale, Isa::spread(&rows[r][at].scale));
+            Floats& sum = acc.template at<r>();
+            sum = Isa::fused(Isa::finish_nibbles(dot.template at<r>()), factor, sum);
+        });
+    }
+
+    // A segment of a group with its codes and scales decoded, for many rows.
+    struct Panel {
+        alignas(64) uint8_t codes[exact::kSegment / exact::kGroup][4][64];
+        alignas(64) float scales[exact::kSegment / exact::kGroup][exact::kGroup];
+    };
+
+    static void decode(const uint8_t* p, int superblocks, Panel& panel) {
+        for (int block = 0; block < superblocks * 4; ++block) {
+            const uint8_t* from = p + (block / 4) * kBytes;
+            each_half([&](auto half) STRATA_INLINE {
+                for (int step = 0; step < 2; ++step) {
+                    Isa::Bytes even, odd;
+                    Isa::load_nibbles(from + (block % 4) * 128 + step * 64 + half * kLanes * 4, even, odd);
+                    Isa::store_bytes(panel.codes[block][step * 2] + half * kLanes * 4, even);
+                    Isa::store_bytes(panel.codes[block][step * 2 + 1] + half * kLanes * 4, odd);
+                }
+                Isa::store(panel.scales[block] + half * kLanes,
+                           Isa::load_e4m3(from + 512 + (block % 4) * 16 + half * kLanes));
+            });
+        }
+    }
+
+    // The sums of one segment of R rows.
+    template <int R>
+    STRATA_INLINE static void add_panel(const Panel& panel, int blocks, const Row* rows, long first, Sums<kHalves>& acc) {
+        for (int block = 0; block < blocks; ++block) {
+            const long at = first + block;
+            Four<Ints> dot[kHalves];
+            start<R, kHalves>(rows, at, dot);
+            each<4>([&](auto step) STRATA_INLINE {
+                each<kHalves>([&](auto q) STRATA_INLINE {
+                    const Isa::Bytes weights = Isa::load(panel.codes[block][step] + q * kLanes * 4);
+                    each<R>([&](auto r) STRATA_INLINE {
+                        Ints& sum = dot[q].template at<r>();
+                        sum = Isa::dot_nibbles(sum, weights, rows[r][at].codes + step * 4);
+                    });
+                });
+            });
+            each<kHalves>([&](auto q) STRATA_INLINE {
+                finish<R>(dot[q], Isa::load_floats(panel.scales[block] + q * kLanes), rows, at, acc.part[q]);
             });
         }
     }
@@ -95,26 +171,39 @@ struct Nvfp4 {
 
 struct Q8 {
     static constexpr long kBytes = 1088;
+    static constexpr bool kHasPanel = false;  // codes are used as they lie
     using Row = const CodedGroup*;
 
     template <int R>
-    STRATA_INLINE static void add(const uint8_t* p, int half, const Row* rows, long superblock, Four<Floats>& acc) {
+    static constexpr int kPartsAtOnce = kParts<R>;
+
+    template <int R, int P>
+    STRATA_INLINE static void add(const uint8_t* p, int part, const Row* rows, long superblock, Sums<P>& acc) {
         for (int block = 0; block < 4; ++block) {
             const long at = superblock * 4 + block;
-            Four<Ints> dot;
-            each<R>([&](auto r) STRATA_INLINE { dot.template at<r>() = Isa::start_bytes(&rows[r][at].correction); });
-            each<4>([&](auto step) STRATA_INLINE {
-                const Isa::Bytes weights = Isa::load_bytes(p + block * 256 + step * 64 + half * kLanes * 4);
+            const uint8_t* codes = p + block * 256 + part * kLanes * 4;
+            Four<Ints> dot[P];
+            each<P>([&](auto q) STRATA_INLINE {
                 each<R>([&](auto r) STRATA_INLINE {
-                    Ints& sum = dot.template at<r>();
-                    sum = Isa::dot_bytes(sum, weights, rows[r][at].codes + step * 4);
+                    dot[q].template at<r>() = Isa::start_bytes(&rows[r][at].correction);
                 });
             });
-            const Floats scale = Isa::load_half(p + 1024 + (block / 2) * 32 + half * kLanes * 2);
-            each<R>([&](auto r) STRATA_INLINE {
-                const Floats factor = Isa::product(scale, Isa::spread(&rows[r][at].scale));
-                Floats& sum = acc.template at<r>();
-                sum = Isa::fused(Isa::finish_bytes(dot.template at<r>()), factor, sum);
+            each<4>([&](auto step) STRATA_INLINE {
+                each<P>([&](auto q) STRATA_INLINE {
+                    const Isa::Bytes weights = Isa::load_bytes(codes + step * 64 + q * kLanes * 4);
+                    each<R>([&](auto r) STRATA_INLINE {
+                        Ints& sum = dot[q].template at<r>();
+                        sum = Isa::dot_bytes(sum, weights, rows[r][at].codes + step * 4);
+                    });
+                });
+            });
+            each<P>([&](auto q) STRATA_INLINE {
+                const Floats scale = Isa::load_half(p + 1024 + (block / 2) * 32 + (part + q) * kLanes * 2);
+                each<R>([&](auto r) STRATA_INLINE {
+                    const Floats factor = Isa::product(scale, Isa::spread(&rows[r][at].scale));
+                    Floats& sum = acc.part[q].template at<r>();
+                    sum = Isa::fused(Isa::finish_bytes(dot[q].template at<r>()), factor, sum);
+                });
             });
         }
     }
@@ -126,18 +215,26 @@ struct Q8 {
 
 struct Bf16 {
     static constexpr long kBytes = 2048;
+    static constexpr bool kHasPanel = false;
     using Row = const float*;
 
     template <int R>
-    STRATA_INLINE static void add(const uint8_t* p, int half, const Row* rows, long superblock, Four<Floats>& acc) {
+    static constexpr int kPartsAtOnce = kHalves == 2 ? 2 : 1;  // few instructions a weight: both parts for any R
+
+    template <int R, int P>
+    STRATA_INLINE static void add(const uint8_t* p, int part, const Row* rows, long superblock, Sums<P>& acc) {
         for (int pair = 0; pair < exact::kSuperblock / 2; ++pair) {
-            Floats low, high;
-            Isa::load_bf16_pairs(p + pair * 64 + half * kLanes * 4, low, high);
+            Floats low[P], high[P];
+            each<P>([&](auto q) STRATA_INLINE {
+                Isa::load_bf16_pairs(p + pair * 64 + (part + q) * kLanes * 4, low[q], high[q]);
+            });
             each<R>([&](auto r) STRATA_INLINE {
                 const float* x = rows[r] + superblock * exact::kSuperblock + pair * 2;
-                Floats& sum = acc.template at<r>();
-                sum = Isa::fused(low, Isa::spread(x), sum);
-                sum = Isa::fused(high, Isa::spread(x + 1), sum);
+                each<P>([&](auto q) STRATA_INLINE {
+                    Floats& sum = acc.part[q].template at<r>();
+                    sum = Isa::fused(low[q], Isa::spread(x), sum);
+                    sum = Isa::fused(high[q], Isa::spread(x + 1), sum);
+                });
             });
         }
     }
@@ -149,21 +246,29 @@ struct Bf16 {
 template <class Format, int R>
 STRATA_INLINE inline void multiply(const uint8_t* group, long superblocks, const typename Format::Row* rows, float unit,
                                    Four<Floats>* total) {
+    constexpr int P = Format::template kPartsAtOnce<R>;
     each_half([&](auto half) STRATA_INLINE {
         each<R>([&](auto r) STRATA_INLINE { total[half].template at<r>() = Isa::zero(); });
     });
     for (long first = 0; first < superblocks; first += kSegmentSuperblocks) {
         const long last = first + kSegmentSuperblocks;
         const long end = last < superblocks ? last : superblocks;
-        each_half([&](auto half) STRATA_INLINE {
-            Four<Floats> acc;
-            each<R>([&](auto r) STRATA_INLINE { acc.template at<r>() = Isa::zero(); });
-            for (long s = first; s < end; ++s) Format::template add<R>(group + s * Format::kBytes, half, rows, s, acc);
-            each<R>([&](auto r) STRATA_INLINE {
-                Floats& sum = total[half].template at<r>();
-                sum = Isa::sum(sum, acc.template at<r>());
+        const auto segment = [&](auto part) STRATA_INLINE {
+            Sums<P> acc;
+            each<P>([&](auto q) STRATA_INLINE {
+                each<R>([&](auto r) STRATA_INLINE { acc.part[q].template at<r>() = Isa::zero(); });
             });
-        });
+            for (long s = first; s < end; ++s)
+                Format::template add<R, P>(group + s * Format::kBytes, part, rows, s, acc);
+            each<P>([&](auto q) STRATA_INLINE {
+                each<R>([&](auto r) STRATA_INLINE {
+                    Floats& sum = total[part + q].template at<r>();
+                    sum = Isa::sum(sum, acc.part[q].template at<r>());
+                });
+            });
+        };
+        if constexpr (P == kHalves) segment(Index<0>{});
+        else each_half(segment);
     }
     each_half([&](auto half) STRATA_INLINE {
         each<R>([&](auto r) STRATA_INLINE {
@@ -171,6 +276,41 @@ STRATA_INLINE inline void multiply(const uint8_t* group, long superblocks, const
             sum = Isa::product(sum, Isa::spread(&unit));
         });
     });
+}
+
+// Rows that the results of one decoding are kept for.
+constexpr int kMostRows = 64;
+// Rows of one step over a panel: with two parts two, so that sums and weights fit sixteen registers.
+constexpr int kPanelRows = kHalves == 2 ? 2 : 4;
+
+// The same for `count` rows, up to kMostRows, with each segment decoded once.
+template <class Format>
+void multiply_many(const uint8_t* group, long superblocks, const typename Format::Row* rows, int count, float unit,
+                   float (*out)[exact::kGroup]) {
+    typename Format::Panel panel;
+    for (long first = 0; first < superblocks; first += kSegmentSuperblocks) {
+        const long left = superblocks - first;
+        const int now = static_cast<int>(left < kSegmentSuperblocks ? left : kSegmentSuperblocks);
+        Format::decode(group + first * Format::kBytes, now, panel);
+        const auto step = [&](int r0, auto R) STRATA_INLINE {
+            Sums<kHalves> acc;
+            each<kHalves>([&](auto q) STRATA_INLINE {
+                each<R>([&](auto r) STRATA_INLINE { acc.part[q].template at<r>() = Isa::zero(); });
+            });
+            Format::template add_panel<R>(panel, now * 4, rows + r0, first * 4, acc);
+            each<kHalves>([&](auto q) STRATA_INLINE {
+                each<R>([&](auto r) STRATA_INLINE {
+                    float* place = out[r0 + r] + q * kLanes;
+                    const Floats before = first == 0 ? Isa::zero() : Isa::load_floats(place);
+                    const Floats total = Isa::sum(before, acc.part[q].template at<r>());
+                    Isa::store(place, left > now ? total : Isa::product(total, Isa::spread(&unit)));
+                });
+            });
+        };
+        int r = 0;
+        for (; r + kPanelRows <= count; r += kPanelRows) step(r, Index<kPanelRows>{});
+        for (; r < count; ++r) step(r, Index<1>{});
+    }
 }
 
 // Quantises 16 values. Returns whether all are finite.
@@ -236,6 +376,14 @@ int prepare(const float* x, long width, long superblocks, void* row) {
 
 void raise_flag(uint8_t* flag) { __atomic_store_n(flag, 1, __ATOMIC_RELAXED); }
 
+// h = silu(gate) * up of one group of one row.
+template <class Format>
+void join(const float* gates, const float* ups, long group, void* h, uint8_t* flag) {
+    alignas(64) float inside[exact::kGroup];
+    for (int i = 0; i < exact::kGroup; ++i) inside[i] = exact::product(exact::silu(gates[i]), ups[i]);
+    if (!Prepared<Format>::group(inside, group, h)) raise_flag(flag);
+}
+
 // One group of gate and up for R rows; h receives 16 activations a row.
 template <class Format, int R>
 void gate_up_group(const ExpertShape& shape, const uint8_t* blob, float gate_unit, float up_unit, long group,
@@ -254,30 +402,57 @@ void gate_up_group(const ExpertShape& shape, const uint8_t* blob, float gate_uni
             });
         });
     }
-    for (int r = 0; r < R; ++r) {
-        alignas(64) float inside[exact::kGroup];
-        for (int i = 0; i < exact::kGroup; ++i)
-            inside[i] = exact::product(exact::silu(values[0][r][i]), values[1][r][i]);
-        if (!Prepared<Format>::group(inside, group, h[r])) raise_flag(flags[r]);
-    }
+    for (int r = 0; r < R; ++r) join<Format>(values[0][r], values[1][r], group, h[r], flags[r]);
+}
+
+template <class Format>
+void gate_up_many(const ExpertShape& shape, const uint8_t* blob, float gate_unit, float up_unit, long group,
+                  const void* const* x, void* const* h, int count, uint8_t* const* flags) {
+    const uint8_t* weights = blob + group * 2 * shape.wide_bytes();
+    typename Format::Row rows[kMostRows];
+    for (int r = 0; r < count; ++r) rows[r] = static_cast<typename Format::Row>(x[r]);
+    alignas(64) float gates[kMostRows][exact::kGroup], ups[kMostRows][exact::kGroup];
+    multiply_many<Format>(weights, shape.hidden_superblocks(), rows, count, gate_unit, gates);
+    multiply_many<Format>(weights + shape.wide_bytes(), shape.hidden_superblocks(), rows, count, up_unit, ups);
+    for (int r = 0; r < count; ++r) join<Format>(gates[r], ups[r], group, h[r], flags[r]);
 }
 
 template <class Format>
 void gate_up(const ExpertShape& shape, const uint8_t* blob, float gate_scale, float up_scale, long begin, long end,
              const void* const* x, void* const* h, long count, uint8_t* const* flags) {
     const float gate_unit = Format::unit(gate_scale), up_unit = Format::unit(up_scale);
-    for (long group = begin; group < end; ++group)
-        for (long r = 0; r < count; r += kRowsAtOnce) switch (count - r) {
+    for (long group = begin; group < end; ++group) {
+        long r = 0;
+        if constexpr (Format::kHasPanel)
+            for (; count - r > kRowsAtOnce; r += kMostRows) {
+                const int now = static_cast<int>(count - r < kMostRows ? count - r : kMostRows);
+                gate_up_many<Format>(shape, blob, gate_unit, up_unit, group, x + r, h + r, now, flags + r);
+            }
+        for (; r < count; r += kRowsAtOnce) switch (count - r) {
                 case 1: gate_up_group<Format, 1>(shape, blob, gate_unit, up_unit, group, x + r, h + r, flags + r); break;
                 case 2: gate_up_group<Format, 2>(shape, blob, gate_unit, up_unit, group, x + r, h + r, flags + r); break;
                 case 3: gate_up_group<Format, 3>(shape, blob, gate_unit, up_unit, group, x + r, h + r, flags + r); break;
                 default: gate_up_group<Format, 4>(shape, blob, gate_unit, up_unit, group, x + r, h + r, flags + r);
             }
+    }
     if (end < shape.inner_groups()) return;
     // The last groups of a row that is no multiple of 64 wide.
     const float zeros[exact::kGroup] = {};
     for (long at = end; at < shape.inner_superblocks() * exact::kSuperblock / exact::kGroup; ++at)
         for (long r = 0; r < count; ++r) Prepared<Format>::group(zeros, at, h[r]);
+}
+
+// Writes a group's 16 results (part(half) gives them) to y, the last group cut to the width.
+template <class Part>
+STRATA_INLINE inline void deliver(long hidden, long group, float* y, uint8_t* flag, Part&& part) {
+    const long first = group * exact::kGroup, width = hidden - first;
+    alignas(64) float last[exact::kGroup];
+    float* place = width < exact::kGroup ? last : y + first;
+    bool finite = true;
+    each_half([&](auto half) STRATA_INLINE { finite &= Isa::store_finite(place + half * kLanes, part(half)); });
+    if (!finite) raise_flag(flag);
+    if (width < exact::kGroup)
+        for (long i = 0; i < width; ++i) y[first + i] = last[i];
 }
 
 template <class Format, int R>
@@ -288,31 +463,43 @@ void down_group(const ExpertShape& shape, const uint8_t* blob, float unit, long 
     Four<Floats> total[kHalves];
     multiply<Format, R>(blob + shape.down_offset() + group * shape.narrow_bytes(), shape.inner_superblocks(), rows, unit,
                         total);
-    const long first = group * exact::kGroup, width = shape.hidden - first;
     each<R>([&](auto r) STRATA_INLINE {
-        alignas(64) float last[exact::kGroup];
-        float* place = width < exact::kGroup ? last : y[r] + first;
-        bool finite = true;
-        each_half([&](auto half) STRATA_INLINE {
-            finite &= Isa::store_finite(place + half * kLanes, total[half].template at<r>());
-        });
-        if (!finite) raise_flag(flags[r]);
-        if (width < exact::kGroup)
-            for (long i = 0; i < width; ++i) y[r][first + i] = last[i];
+        deliver(shape.hidden, group, y[r], flags[r],
+                [&](auto half) STRATA_INLINE { return total[half].template at<r>(); });
     });
+}
+
+template <class Format>
+void down_many(const ExpertShape& shape, const uint8_t* blob, float unit, long group, const void* const* h,
+               float* const* y, int count, uint8_t* const* flags) {
+    typename Format::Row rows[kMostRows];
+    for (int r = 0; r < count; ++r) rows[r] = static_cast<typename Format::Row>(h[r]);
+    alignas(64) float results[kMostRows][exact::kGroup];
+    multiply_many<Format>(blob + shape.down_offset() + group * shape.narrow_bytes(), shape.inner_superblocks(), rows,
+                          count, unit, results);
+    for (int r = 0; r < count; ++r)
+        deliver(shape.hidden, group, y[r], flags[r],
+                [&](auto half) STRATA_INLINE { return Isa::load_floats(results[r] + half * kLanes); });
 }
 
 template <class Format>
 void down(const ExpertShape& shape, const uint8_t* blob, float scale, long begin, long end, const void* const* h,
           float* const* y, long count, uint8_t* const* flags) {
     const float unit = Format::unit(scale);
-    for (long group = begin; group < end; ++group)
-        for (long r = 0; r < count; r += kRowsAtOnce) switch (count - r) {
+    for (long group = begin; group < end; ++group) {
+        long r = 0;
+        if constexpr (Format::kHasPanel)
+            for (; count - r > kRowsAtOnce; r += kMostRows) {
+                const int now = static_cast<int>(count - r < kMostRows ? count - r : kMostRows);
+                down_many<Format>(shape, blob, unit, group, h + r, y + r, now, flags + r);
+            }
+        for (; r < count; r += kRowsAtOnce) switch (count - r) {
                 case 1: down_group<Format, 1>(shape, blob, unit, group, h + r, y + r, flags + r); break;
                 case 2: down_group<Format, 2>(shape, blob, unit, group, h + r, y + r, flags + r); break;
                 case 3: down_group<Format, 3>(shape, blob, unit, group, h + r, y + r, flags + r); break;
                 default: down_group<Format, 4>(shape, blob, unit, group, h + r, y + r, flags + r);
             }
+    }
 }
 
 int combine(const float* const* parts, const float* weights, long k, long width, float* y) {

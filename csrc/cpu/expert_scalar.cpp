@@ -25,6 +25,14 @@ struct Isa {
         return finite;
     }
 
+    static Bytes load(const uint8_t* p) {
+        Bytes bytes;
+        __builtin_memcpy(bytes.of, p, 4);
+        return bytes;
+    }
+    static void store_bytes(uint8_t* out, Bytes x) { __builtin_memcpy(out, x.of, 4); }
+    static float load_floats(const float* p) { return *p; }
+
     static int32_t dot(int32_t acc, Bytes weights, const int8_t* codes) {
         for (int i = 0; i < 4; ++i) acc += weights.of[i] * codes[i];
         return acc;
@@ -44,11 +52,7 @@ struct Isa {
 
     static int32_t correct_bytes(int) { return 0; }
     static int32_t start_bytes(const int32_t*) { return 0; }
-    static Bytes load_bytes(const uint8_t* p) {
-        Bytes bytes;
-        __builtin_memcpy(bytes.of, p, 4);
-        return bytes;
-    }
+    static Bytes load_bytes(const uint8_t* p) { return load(p); }
     static int32_t dot_bytes(int32_t acc, Bytes weights, const int8_t* codes) { return dot(acc, weights, codes); }
     static float finish_bytes(int32_t acc) { return static_cast<float>(acc); }
     static float load_half(const uint8_t* p) { return exact::of_half(p[0] | static_cast<unsigned>(p[1]) << 8); }

@@ -136,6 +136,21 @@ def test_widths_off_the_tile(level: str, hidden: int, inner: int, format: Expert
         assert agree(packed.compute(x, only(3)), expected), name
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_prompt_gives_its_rows_the_bits_of_single_rows(format: ExpertFormat, level: str) -> None:
+    """Many rows of an expert are computed from weights decoded once, up to 64 rows at a time."""
+    packed = make(200, 72, format, experts=2)
+    x = rows_of(75, 200)
+    x[70, 3] = torch.nan
+    ids = np.zeros((75, 1), np.int32)
+    ids[70:, 0] = 1
+    expected = packed.expected(x, ids)
+    for name in levels_of(level):
+        library.select_isa(name)
+        assert agree(packed.compute(x, ids), expected), name
+
+
 def special_rows(width: int) -> torch.Tensor:
     """Zeros, -0, all equal, one outlier, the largest and smallest that count, just below, subnormal, ties."""
     x = rows_of(12, width, 5)
