@@ -1,39 +1,76 @@
-"""``strata bench kernels``: what the native expert kernel reaches beside a plain sum over the same memory.
+"""``strata bench kernels|cache``: the native expert kernel beside a plain sum, and hit rates of cache policies.
 
-Lives in ``cli``; measuring is ``kernels.bench``'s. Every benchmark ends in one JSON line.
+Lives in ``cli``; measuring is ``kernels.bench``'s and ``engine.cache_bench``'s. Every benchmark ends in one JSON line.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from strata.benchmark_record import record_path
+from strata.cli.configure import Configure
 from strata.errors import ConfigError
 
-KINDS = ("kernels",)
+if TYPE_CHECKING:
+    from strata.benchmark_record import Record
+    from strata.config import Requested
+
+KINDS = ("kernels", "cache")
 
 
 def command(
-    what: Annotated[str, typer.Argument(metavar="kernels", help="What to measure.")],
-    threads: Annotated[int | None, typer.Option(help="Threads; default is one a physical core.")] = None,
-    gib: Annotated[float, typer.Option(help="GiB of distinct experts, each read once a pass.")] = 4.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Passes; the best counts.")] = 5,
+    configure: Configure,
+    what: Annotated[str, typer.Argument(metavar="kernels|cache", help="What to measure.")],
+    gib: Annotated[float, typer.Option(help="kernels: GiB of distinct experts, each read once a pass.")] = 4.0,
+    repeats: Annotated[int, typer.Option(min=1, help="kernels: passes; the best counts.")] = 5,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="cache: text whose picks are recorded; else Strata's own code.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=64, help="cache: tokens of it.")] = 4096,
+    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="cache: draw hit rate against slots.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep the record in FOLDER/<machine>/.")] = None,
     machine: Annotated[str, typer.Option(help="What this machine is called in a kept record.")] = "this-pc",
 ) -> int:
-    """Measures the kernels of this machine."""
+    """Measures the kernels of this machine, or what each cache policy would hit."""
     if what not in KINDS:
         raise ConfigError(f"bench {what!r} is not known", f"use one of: {', '.join(KINDS)}")
-    from strata.kernels.bench import bench_kernels
-
-    record = bench_kernels(gib=gib, threads=threads, repeats=repeats)
-    for name, figure in record.figures.items():
-        share = f", {figure.percent} % of a plain sum's {figure.ceiling:.2f}" if figure.ceiling else ""
-        print(f"{name}: {figure.value:.2f} {figure.unit}{share}")
+    requested = configure()
+    record = bench_cache(requested, text, tokens, plot) if what == "cache" else bench_kernels(requested, gib, repeats)
     if out is not None:
         record.write(record_path(out, machine, what))
     print(record.line())
     return 0
+
+
+def bench_kernels(requested: Requested, gib: float, repeats: int) -> Record:
+    from strata.kernels import bench
+
+    threads = None if isinstance(requested.threads, str) else requested.threads
+    record = bench.bench_kernels(gib=gib, threads=threads, repeats=repeats)
+    for name, figure in record.figures.items():
+        share = f", {figure.percent} % of a plain sum's {figure.ceiling:.2f}" if figure.ceiling else ""
+        print(f"{name}: {figure.value:.2f} {figure.unit}{share}")
+    return record
+
+
+def bench_cache(requested: Requested, text: Path | None, tokens: int, plot: Path | None) -> Record:
+    from strata.engine import cache_bench
+
+    table, record = cache_bench.bench_cache(requested, text=read_text(text), tokens=tokens)
+    print("\n".join(table.lines()))
+    if plot is not None:
+        cache_bench.draw_cache(table, plot)
+        print(f"drawn: {plot}")
+    return record
+
+
+def read_text(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {path} cannot be read: {error}", "give a UTF-8 text file") from error

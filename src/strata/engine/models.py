@@ -1,7 +1,8 @@
 """From a model's name to an open pack: a path, a name in STRATA_HOME, or nothing for the built-in model.
 
 Lives in ``engine`` because only here a family, a reader and the user's folders meet. A Hugging Face checkpoint is
-packed once into STRATA_HOME and opened from there; the built-in random model is made once in the same place.
+packed once into STRATA_HOME and opened from there. The built-in model is the small trained one that ships as package
+data; ``built-in-random`` is made once in STRATA_HOME, and is what an installation without that data falls back on.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import strata
 from strata.checkpoint.pack_reader import PackReader
 from strata.checkpoint.pack_writer import PackOptions, Progress, pack_checkpoint
 from strata.checkpoint.random_model import write_random_pack
-from strata.checkpoint.recognise import Kind, recognise
+from strata.checkpoint.recognise import MANIFEST_FILE, Kind, recognise
 from strata.errors import CheckpointError
 from strata.models import find
 from strata.models.known_shapes import BUILT_IN_SHAPE
@@ -29,10 +31,11 @@ if TYPE_CHECKING:
     from strata.checkpoint.pack_reader import DenseWeight
     from strata.models.family import Family, FamilyConfig, Weights
 
-__all__ = ["OpenModel", "open_model"]
+__all__ = ["BUILT_IN_NAME", "SMALL_NAME", "OpenModel", "open_model", "shipped_pack"]
 
 logger = logging.getLogger(__name__)
 
+SMALL_NAME = "small"
 BUILT_IN_NAME = "built-in-random"
 BUILT_IN_SEED = 20
 
@@ -61,11 +64,17 @@ class OpenModel:
 
 
 def open_model(name: str | None, *, on_progress: Progress | None = None) -> OpenModel:
-    """Opens what ``name`` says. Raises ``CheckpointError`` in one line for what is not read."""
+    """Opens what ``name`` says; None is the built-in model. A path goes before a built-in name, and that before a name
+    in STRATA_HOME. Raises ``CheckpointError`` in one line for what is not read."""
+    shipped = shipped_pack()
     if name is None:
-        return _open(_built_in(), "the built-in model", random=True)
+        return open_random() if shipped is None else _open(shipped, "the built-in model")
     path = Path(name).expanduser()
     if not path.exists():
+        if name == BUILT_IN_NAME:
+            return open_random()
+        if name == SMALL_NAME and shipped is not None:
+            return _open(shipped, "the built-in model")
         kept = find_home().models / name
         if not kept.exists():
             there = sorted(entry.name for entry in find_home().models.glob("*") if entry.is_dir())
@@ -81,6 +90,17 @@ def open_model(name: str | None, *, on_progress: Progress | None = None) -> Open
     if found.kind is not Kind.PACK:
         raise found.refuse()
     return _open(path, path.resolve().name)
+
+
+def open_random() -> OpenModel:
+    """The model of random weights from a fixed seed: for tests, and where the trained one was not installed."""
+    return _open(_built_in(), "the built-in random model", random=True)
+
+
+def shipped_pack() -> Path | None:
+    """The small trained model's folder in the package's own data; None where it was not installed."""
+    folder = Path(strata.__file__).parent / "data" / SMALL_NAME
+    return folder if (folder / MANIFEST_FILE).is_file() else None
 
 
 def _open(path: Path, name: str, *, random: bool = False) -> OpenModel:

@@ -16,6 +16,7 @@ from strata.config import Requested
 from strata.engine.models import OpenModel
 from strata.engine.planning import choose_chunk_rows, choose_context, choose_device, device_room, memory_request
 from strata.engine.shape import model_shape
+from strata.experts.profile import read_profile
 from strata.experts.source import BlobPlace
 from strata.experts.statistics import ExpertStatistics
 from strata.experts.system import ExpertSystem
@@ -116,12 +117,15 @@ class Runtime:
         # The device holds the slots and nothing else here, so its cap is exactly what the plan gives them.
         backend = HostBackend(-(-plan.num_device_slots * plan.stride // planner.PAGE) * planner.PAGE, faults)
         tell = (lambda done, total: on_progress("experts", done, total)) if on_progress else None
+        file = PackExperts(opened.reader)
         try:
+            profile = read_profile(opened.reader.folder, file.num_layers, file.num_experts)
             experts = ExpertSystem.open(
                 plan,
-                PackExperts(opened.reader),
+                file,
                 ExpertKernel(layout),
                 backend,
+                heat=None if profile is None else profile.heat(requested.adapt_every),
                 pcie_fraction=0.0 if isinstance(requested.pcie_frac, str) else requested.pcie_frac,
                 injection=injection,
                 progress=tell,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,18 +92,25 @@ def clairvoyant(trace: Trace, heat: Heat, num_slots: int, adapt_every: int, adap
         return uses[expert][0] if uses[expert] else never
 
     slots = {expert: next_use(expert) for expert in sorted(range(heat.size), key=next_use)[:num_slots]}
+    latest = [(-use, expert) for expert, use in slots.items()]  # a heap; entries of the past are passed over
+    heapify(latest)
     hits = loads = 0
     for expert in flat:
         uses[expert].popleft()
+        use = next_use(expert)
         if expert in slots:
             hits += 1
-            slots[expert] = next_use(expert)
         elif slots:
-            victim = max(slots, key=slots.__getitem__)
-            if next_use(expert) < slots[victim]:
-                del slots[victim]
-                slots[expert] = next_use(expert)
-                loads += 1
+            while slots.get(latest[0][1]) != -latest[0][0]:
+                heappop(latest)
+            if use >= -latest[0][0]:
+                continue
+            del slots[heappop(latest)[1]]
+            loads += 1
+        else:
+            continue
+        slots[expert] = use
+        heappush(latest, (-use, expert))
     return CacheRun(hits, trace.size, loads)
 
 
@@ -127,7 +135,8 @@ def simulate(
 
 def _flat(trace: Trace, heat: Heat) -> NDArray[np.int64]:
     """Flat numbers [rounds, layers, top_k]."""
-    return trace + (np.arange(heat.shape[0]) * heat.shape[1])[None, :, None]
+    first: Trace = (np.arange(heat.shape[0]) * heat.shape[1])[None, :, None]
+    return np.add(trace, first)
 
 
 def _start(heat: Heat, num_slots: int) -> NDArray[np.bool_]:
