@@ -14,33 +14,25 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from strata.checkpoint.pack_checksum import row_checks
-from strata.checkpoint.safetensors_reader import read_bytes
 from strata.errors import CheckpointError
-from strata.kernels.cpu.gather import gather_rows
+from strata.kernels.cpu.gather import TableFormat, gather_rows, table_row_bytes
 from strata.quant.blocks import quantise
 
 __all__ = ["TableFile", "TableFormat", "encode_rows", "row_bytes"]
 
-TableFormat = Literal["f32", "bf16", "q8_0", "f8_e4m3"]
 ByteRows = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-def _payload_bytes(columns: int, format: TableFormat) -> int:
-    blocks = -(-columns // 32)
-    sizes = {"f32": 4 * columns, "bf16": 2 * columns, "q8_0": 34 * blocks, "f8_e4m3": -(-columns // 4) * 4 + 4}
-    return sizes[format]
 
 
 def row_bytes(columns: int, format: TableFormat) -> int:
     """Bytes of one row, its check word included."""
-    return -(-_payload_bytes(columns, format) // 4) * 4 + 4
+    return table_row_bytes(columns, format)
 
 
 def encode_rows(values: torch.Tensor, format: TableFormat, first_row: int, scales: torch.Tensor | None) -> ByteRows:
@@ -72,20 +64,6 @@ def _place(rows: ByteRows, offset: int, tensor: torch.Tensor) -> None:
     rows[:, offset : offset + data.shape[1]] = data
 
 
-def _decode(rows: npt.NDArray[np.uint8], columns: int, format: TableFormat) -> torch.Tensor:
-    payload = torch.from_numpy(rows[:, : _payload_bytes(columns, format)].copy())
-    if format == "f32":
-        return payload.view(torch.float32)
-    if format == "bf16":
-        return payload.view(torch.bfloat16).float()
-    if format == "q8_0":
-        padded = -(-columns // 32) * 32
-        scales = payload[:, padded:].contiguous().view(torch.float16).float().repeat_interleave(32, 1)
-        return (payload[:, :padded].view(torch.int8).float() * scales)[:, :columns].contiguous()
-    codes = payload[:, :columns].contiguous().view(torch.float8_e4m3fn).float()
-    return codes * payload[:, -4:].contiguous().view(torch.float32)
-
-
 class TableFile:
     """A table of a pack, gathered row by row from its file. Owns the open file; ``close()`` or ``with`` ends it."""
 
@@ -107,33 +85,20 @@ class TableFile:
             return torch.empty(rows_TK.shape[0], rows_TK.shape[1] * self.columns)
         assert int(numbers.min()) >= 0
         assert int(numbers.max()) < self.rows
-        data = gather_rows(self._file, self.row_bytes, numbers, str(self.path))
-        return _decode(data, self.columns, self.format).reshape(rows_TK.shape[0], -1)
+        return self._gather(numbers).reshape(rows_TK.shape[0], -1)
 
     def check(self, rows_at_once: int = 1 << 16) -> int:
         """Reads and checks every row; returns the bytes read."""
         for first in range(0, self.rows, rows_at_once):
-            count = min(rows_at_once, self.rows - first)
-            self._check(self._read(first, count), np.arange(first, first + count, dtype=np.int64))
+            self.read_rows(first, min(rows_at_once, self.rows - first))
         return self.rows * self.row_bytes
 
     def read_rows(self, first: int, count: int) -> torch.Tensor:
         """FP32 count x columns of consecutive rows, checked."""
-        data = self._read(first, count)
-        self._check(data, np.arange(first, first + count, dtype=np.int64))
-        return _decode(data, self.columns, self.format)
+        return self._gather(np.arange(first, first + count, dtype=np.int64))
 
-    def _read(self, first: int, count: int) -> npt.NDArray[np.uint8]:
-        what = f"{self.path}: row {first}"
-        return read_bytes(self._file, first * self.row_bytes, count * self.row_bytes, what).reshape(count, -1)
-
-    def _check(self, data: npt.NDArray[np.uint8], numbers: npt.NDArray[np.int64]) -> None:
-        words = data[:, -4:].copy().view("<u4")[:, 0]
-        wrong = np.flatnonzero(words != row_checks(data[:, :-4], numbers))
-        if wrong.size:
-            raise CheckpointError(
-                f"{self.path}: row {int(numbers[wrong[0]])} is damaged", "make the pack again with strata pack"
-            )
+    def _gather(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(gather_rows(self._file, self.format, self.columns, numbers, str(self.path)))
 
     def close(self) -> None:
         """Closes the file."""
