@@ -1,0 +1,223 @@
+"""Loading and the file tier beside what the drive and the memory of this machine can do: tiers.json.
+
+    python benchmarks/tiers.py --machine cpu2
+
+Writes a file of random blobs of the released size, then: a load with a cold and a warm page cache against a
+sequential read and against memcpy, picks served from the file one layer at a time, and the peak of resident memory
+against its final size. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from strata.benchmark_record import Figure, Record, measured, record_path
+from strata.errors import StrataError
+from strata.experts.source import BlobPlace
+from strata.experts.system import ExpertSystem
+from strata.kernels.cpu.checksum import checksum
+from strata.kernels.host import HostBackend
+from strata.memory.planner import GIB, plan
+from strata.memory.probe import probe_machine
+from strata.memory.requests import DeviceRoom, MemoryRequest, ModelShape, PinRequest
+
+RESULTS = Path(__file__).resolve().parent / "results"
+BLOB_BYTES = 2_764_800
+NUM_EXPERTS = 64
+TOP_K = 8
+PIECE = 8 << 20
+
+
+@dataclass
+class Blobs:
+    """``ExpertFile`` over one file of blobs that differ in their first bytes."""
+
+    path: Path
+    num_layers: int
+    num_experts: int
+    blob_bytes: int
+    scales: NDArray[np.float32]
+    checksums: list[int]
+
+    def place(self, layer: int, expert: int) -> BlobPlace:
+        number = layer * self.num_experts + expert
+        return BlobPlace(self.path, number * self.blob_bytes, self.blob_bytes, self.checksums[number])
+
+
+class NoKernel:
+    """Moves bytes but computes nothing, so that the tiers alone are measured."""
+
+    def compute(self, tasks: object, x_TH: object, out: object, flags: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return flags
+
+    def combine(self, parts_TKH: torch.Tensor, weights_TK: torch.Tensor, flags: object) -> torch.Tensor:
+        return parts_TKH[: weights_TK.shape[0]]
+
+
+def write_blobs(folder: Path, gib: float) -> Blobs:
+    num_layers = max(1, int(gib * GIB / (NUM_EXPERTS * BLOB_BYTES)))
+    data = np.random.default_rng(0).integers(0, 256, BLOB_BYTES, np.uint8)
+    sums = []
+    path = folder / "experts.bin"
+    with path.open("wb") as handle:
+        for number in range(num_layers * NUM_EXPERTS):
+            data[:8] = np.frombuffer(number.to_bytes(8, "little"), np.uint8)
+            sums.append(checksum(data))
+            handle.write(data.tobytes())
+        handle.flush()
+        os.fsync(handle.fileno())
+    return Blobs(path, num_layers, NUM_EXPERTS, BLOB_BYTES, np.ones((num_layers, NUM_EXPERTS, 3), np.float32), sums)
+
+
+def drop_cache(path: Path) -> None:
+    with path.open("rb") as handle:
+        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def read_sequentially(path: Path, direct: bool) -> None:
+    """One thread, pieces of 8 MiB, each into the same buffer."""
+    descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    buffer = HostBackend(PIECE).allocate(PIECE)
+    view = memoryview((ctypes.c_uint8 * PIECE).from_address(buffer.address))
+    position = 0
+    while got := os.preadv(descriptor, [view], position):
+        position += got
+    os.close(descriptor)
+
+
+def copy_memory(nbytes: int) -> float:
+    """Bytes a second of one memcpy between touched pages."""
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    return nbytes / seconds_of(lambda: np.copyto(target, source))
+
+
+def open_system(blobs: Blobs, ram_bytes: int, **changes: object) -> ExpertSystem:
+    shape = ModelShape("blobs", blobs.num_layers, NUM_EXPERTS, TOP_K, BLOB_BYTES, hidden=64, dense_bytes=0)
+    request = MemoryRequest(
+        ram_bytes=ram_bytes,
+        headroom_bytes=0,
+        max_context=64,
+        num_cpus=os.cpu_count() or 1,
+        pin=PinRequest("none"),
+        **changes,  # type: ignore[arg-type]
+    )
+    resolved = plan(shape, request, DeviceRoom("cpu", None))
+    return ExpertSystem.open(resolved, blobs, NoKernel(), HostBackend(1 << 20))
+
+
+def load(blobs: Blobs, ram_bytes: int, *, warm: bool) -> float:
+    """Bytes a second from the call to the first round possible, everything checked and in place."""
+    if not warm:
+        drop_cache(blobs.path)
+    started = time.perf_counter()
+    system = open_system(blobs, ram_bytes)
+    seconds = time.perf_counter() - started
+    system.close()
+    return len(blobs.checksums) * BLOB_BYTES / seconds
+
+
+def file_tier(blobs: Blobs, ram_bytes: int, num_rounds: int) -> float:
+    """Bytes a second of decode rounds in which every pick is read from the file, the cache dropped before each."""
+    # With so little RAM in the plan, reads go past the page cache, as on a machine that is full.
+    small = open_system(blobs, min(ram_bytes, GIB // 2), mode="budget", budget_bytes=0, expert_cache=0)
+    random = np.random.default_rng(1)
+    x, weights = torch.zeros(1, 64), torch.ones(1, TOP_K)
+    seconds = 0.0
+    for _ in range(num_rounds):
+        drop_cache(blobs.path)
+        picks = [random.permutation(NUM_EXPERTS)[:TOP_K].astype(np.int32) for _ in range(blobs.num_layers)]
+        started = time.perf_counter()
+        for layer, ids in enumerate(picks):
+            small.dispatcher(layer, x, torch.from_numpy(ids[None]), weights)
+        seconds += time.perf_counter() - started
+    read = small.statistics().file_bytes
+    small.close()
+    return read / seconds
+
+
+def measure_peak(blobs: Blobs, ram_bytes: int) -> float:
+    """Peak of resident memory while loading, over what is resident once ready."""
+    Path("/proc/self/clear_refs").write_text("5")
+    system = open_system(blobs, ram_bytes)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    status = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    system.close()
+    return int(status["VmHWM"].split()[0]) / int(status["VmRSS"].split()[0])
+
+
+def run(blobs: Blobs, ram_bytes: int, repeats: int) -> dict[str, Figure]:
+    nbytes = len(blobs.checksums) * BLOB_BYTES
+    drive, memory, cold, warm, tier = [], [], [], [], []
+    # A virtual machine's memory exists from its first touch on, which is slow: as much as copy and page cache take.
+    np.ones(min(3 * nbytes, ram_bytes // 2), np.uint8)
+    for _ in range(repeats):  # interleaved, so that a busy moment of the machine meets all of them
+        for direct in (False, True):
+            drop_cache(blobs.path)
+            drive.append(nbytes / seconds_of(lambda direct=direct: read_sequentially(blobs.path, direct)))  # type: ignore[misc]
+        cold.append(load(blobs, ram_bytes, warm=False))
+        read_sequentially(blobs.path, direct=False)
+        warm.append(load(blobs, ram_bytes, warm=True))
+        memory.append(copy_memory(1 << 29))
+        tier.append(file_tier(blobs, ram_bytes, 2))
+    best_drive, best_memory = max(drive) / 1e9, max(memory) / 1e9
+    return {
+        "load_cold": measured([rate / 1e9 for rate in cold], "GB/s", ceiling=best_drive),
+        "load_warm": measured([rate / 1e9 for rate in warm], "GB/s", ceiling=best_memory),
+        "file_tier_rate": measured([rate / 1e9 for rate in tier], "GB/s", ceiling=best_drive),
+        "load_peak_over_final": Figure(round(measure_peak(blobs, ram_bytes), 3), "ratio"),
+        "drive_sequential": Figure(round(statistics.median(drive) / 1e9, 3), "GB/s"),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measures loading and the file tier.")
+    parser.add_argument("--machine", required=True, help="what this machine is called in benchmarks/results")
+    parser.add_argument("--gib", type=float, default=3.0, help="size of the file of experts")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved repeats; the best counts as the ceiling")
+    parser.add_argument("--folder", type=Path, help="where the file is written; default: the temporary folder")
+    words = parser.parse_args()
+    machine = probe_machine()
+    command = f"python benchmarks/tiers.py --machine {words.machine} --gib {words.gib:g}"
+    try:
+        with tempfile.TemporaryDirectory(dir=words.folder) as folder:
+            figures = run(write_blobs(Path(folder), words.gib), machine.ram_available, words.repeats)
+        about = {
+            "cpu": machine.cpu_name,
+            "cores": machine.num_cpus,
+            "ram_gib": round(machine.ram_total / GIB, 1),
+            "system": platform.system(),
+        }
+        record = Record(command, about, figures)
+        record.write(record_path(RESULTS, words.machine, "tiers"))
+    except StrataError as error:
+        print(f"strata: error: {error}", file=sys.stderr)
+        return error.exit_status
+    for name, figure in figures.items():
+        share = f", {figure.percent} % of {figure.ceiling:.2f}" if figure.ceiling else ""
+        print(f"{name}: {figure.value:.2f} {figure.unit}{share}")
+    print(record.line())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
