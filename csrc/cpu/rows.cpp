@@ -4,11 +4,35 @@
 
 #include "rows_dispatch.h"
 
-using strata::WeightRows;
-
+namespace strata {
 namespace {
+
 struct PackedRows;
+
+// A product with many rows: x is cut into panels once for all outputs.
+int many_rows(const float* x, int64_t rows, const WeightRows& w, int64_t outputs, float* y) {
+  const RowBlocks shape = packed_rows(w.columns);
+  const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, chunks = (outputs + kChunkOutputs - 1) / kChunkOutputs;
+  float* packed = scratch<PackedRows>(blocks * shape.block);
+  if (packed == nullptr) return no_scratch("linear");
+  const int status = parallel(blocks, 1, [&](long begin, long end) {
+    table().pack_rows(x, rows, w.columns, begin, end, packed);
+  });
+  if (status != kOk) return status;
+  const int64_t grain = at_least_one(kProductsOfSlice / (kChunkOutputs * w.columns * std::min(rows, kBlockRows)));
+  return parallel(chunks * blocks, grain, [&](long begin, long end) {
+    for (long task = begin; task < end; task++) {
+      const int64_t block = task % blocks, o = task / blocks * kChunkOutputs, t = block * kBlockRows;
+      table().linear(packed + block * shape.block, shape, std::min(rows - t, kBlockRows), w, o,
+                     std::min(o + kChunkOutputs, outputs), y + t * outputs, outputs);
+    }
+  });
 }
+
+}  // namespace
+}  // namespace strata
+
+using strata::WeightRows;
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -23,21 +47,12 @@ int strata_rows_linear(const float* x, int64_t rows, int format, const void* dat
       table().linear(x, plain_rows(columns), rows, w, begin * 8, std::min<int64_t>(end * 8, outputs), y, outputs);
     });
   }
-  const RowBlocks shape = packed_rows(columns);
-  const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, chunks = (outputs + kChunkOutputs - 1) / kChunkOutputs;
-  float* packed = scratch<PackedRows>(static_cast<std::size_t>(blocks * shape.block));
-  const int status = parallel(blocks, 1, [&](long begin, long end) {
-    table().pack_rows(x, rows, columns, begin, end, packed);
-  });
-  if (status != kOk) return status;
-  const int64_t grain = at_least_one(kProductsOfSlice / (kChunkOutputs * columns * std::min(rows, kBlockRows)));
-  return parallel(chunks * blocks, grain, [&](long begin, long end) {
-    for (long task = begin; task < end; task++) {
-      const int64_t block = task % blocks, o = task / blocks * kChunkOutputs, t = block * kBlockRows;
-      table().linear(packed + block * shape.block, shape, std::min(rows - t, kBlockRows), w, o,
-                     std::min(o + kChunkOutputs, outputs), y + t * outputs, outputs);
-    }
-  });
+  // Slabs bound the packed copy; more than 512 rows would save no weights worth reading.
+  for (int64_t t = 0; t < rows; t += 2 * kSlabRows) {
+    const int status = many_rows(x + t * columns, std::min(2 * kSlabRows, rows - t), w, outputs, y + t * outputs);
+    if (status != kOk) return status;
+  }
+  return kOk;
 }
 
 int strata_rows_embedding(const int64_t* ids, int64_t rows, int format, const void* data, const uint16_t* scales,

@@ -73,12 +73,13 @@ struct AttentionState {
   float* values;
 };
 
-// A depthwise causal convolution over T rows of C channels; `tail` holds the (taps - 1) * dilation rows before them.
+// Rows [first, last) of a depthwise causal convolution over rows of C channels; `tail` holds the (taps - 1) * dilation
+// rows before row 0 of x.
 struct ConvCall {
   const float* x;
   const float* tail;
   const float* weight;  // C x taps
-  int64_t rows, channels, taps, dilation;
+  int64_t first, last, channels, taps, dilation;
 };
 
 constexpr int64_t kMostTaps = 8;

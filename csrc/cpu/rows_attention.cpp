@@ -1,7 +1,6 @@
 // The C interface of attention: over a whole cache, over selected blocks, and the selection itself.
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "rows_dispatch.h"
 
@@ -49,7 +48,8 @@ int attend_by_rows(const AttentionPlan& plan, int64_t grain) {
       const int64_t first = block * plan.rows_of_task, last = plan.last_row(block), width = plan.call.width;
       const int64_t queries = (last - first) * plan.share, floats = state_floats(queries, width);
       const int64_t splits = (plan.entries(first, last) + kSplit - 1) / kSplit;
-      float* room = scratch<AttentionPlan>(static_cast<std::size_t>(3 * floats));
+      float* room = scratch<AttentionPlan>(3 * floats);
+      if (room == nullptr) return no_scratch("attention");
       const AttentionState all = state_at(room, queries), run = state_at(room + floats, queries),
                            part = state_at(room + 2 * floats, queries);
       run_state(plan, group, first, last, 0, splits, all, part);
@@ -59,26 +59,32 @@ int attend_by_rows(const AttentionPlan& plan, int64_t grain) {
       }
       table().attention_finish(plan.call, group, first, last, all);
     }
+    return static_cast<int>(kOk);
   });
 }
+
+struct RunStates;
 
 // Few rows over a long list: each task computes one run, the caller folds them.
 int attend_by_runs(const AttentionPlan& plan) {
   const AttentionCall& call = plan.call;
   const int64_t queries = call.rows * plan.share, floats = state_floats(queries, call.width);
   const int64_t splits = (plan.entries(0, call.rows) + kSplit - 1) / kSplit;
-  std::vector<float> states(static_cast<std::size_t>(call.groups * plan.runs * floats));
+  float* states = scratch<RunStates>(call.groups * plan.runs * floats);
+  if (states == nullptr) return no_scratch("attention");
   const int status = parallel(call.groups * plan.runs, 1, [&](long begin, long end) {
     for (long task = begin; task < end; task++) {
-      const AttentionState part = state_at(scratch<AttentionPlan>(static_cast<std::size_t>(floats)), queries);
-      const AttentionState run = state_at(states.data() + task * floats, queries);
+      float* room = scratch<AttentionPlan>(floats);
+      if (room == nullptr) return no_scratch("attention");
+      const AttentionState part = state_at(room, queries), run = state_at(states + task * floats, queries);
       run_state(plan, task / plan.runs, 0, call.rows, task % plan.runs, splits, run, part);
     }
+    return static_cast<int>(kOk);
   });
   if (status != kOk) return status;
   return parallel(call.groups, call.groups, [&](long begin, long end) {
     for (long group = begin; group < end; group++) {
-      float* base = states.data() + group * plan.runs * floats;
+      float* base = states + group * plan.runs * floats;
       const AttentionState all = state_at(base, queries);
       for (int64_t i = 1; i < plan.runs; i++)
         table().attention_fold(all, state_at(base + i * floats, queries), queries, call.width);
@@ -137,7 +143,23 @@ int64_t whole_rows(const int32_t* blocks, int64_t top_blocks, int64_t block, int
   return t;
 }
 
-constexpr int64_t kSlabRows = 48;  // rows whose block scores wait together: 6 MiB at 32,768 blocks
+struct ListScratch;
+
+// At most kSlabRows rows, each over its own list.
+int attend_listed(AttentionCall& call, const int32_t* blocks, int64_t top_blocks, int64_t block) {
+  const int64_t stride = top_blocks * block + block - 1;
+  int32_t* counts = scratch<ListScratch, int32_t>(call.rows * (stride + 1));
+  if (counts == nullptr) return no_scratch("sparse_attention");
+  int32_t* list = counts + call.rows;
+  const int status = expand_blocks(blocks, top_blocks, block, call.start, call.rows, stride, list, counts);
+  if (status != kOk) return status;
+  call.list = list;
+  call.list_count = counts;
+  call.list_stride = stride;
+  return attend_all(call);
+}
+
+constexpr int64_t kScoredRows = 48;  // rows whose block scores wait together: 6 MiB at 32,768 blocks
 
 // A score as a number that sorts: NaN lowest, then by value (scores are never negative).
 inline uint32_t rank_of(float score) {
@@ -172,11 +194,12 @@ void pick_blocks(const float* scores, int64_t count, int64_t wanted, int32_t* id
 
 struct SlabScratch;
 
-// Scores and picks of rows [first, first + rows), at most kSlabRows.
+// Scores and picks of rows [first, first + rows), at most kScoredRows.
 int select_slab(const float* q, int64_t rows, int64_t heads, int64_t width, const float* keys, int64_t position,
                 int64_t block, int64_t top_blocks, int32_t* ids) {
   const int64_t most = (position + rows) / block, step = kQueries / heads;
-  float* scores = scratch<SlabScratch>(static_cast<std::size_t>(rows * most));
+  float* scores = scratch<SlabScratch>(rows * most);
+  if (scores == nullptr) return no_scratch("select_blocks");
   if (most > top_blocks) {
     const int64_t tall = (rows + step - 1) / step, wide = (most + kSplit - 1) / kSplit;
     const int64_t work = std::min(step, rows) * heads * width * kSplit;
@@ -220,23 +243,17 @@ int strata_rows_sparse_attention(const float* q, const void* k, const void* v, i
                                  int64_t top_blocks, int64_t block, float* o) {
   using namespace strata;
   if (block < 1) return fail(kBadArgument, "index blocks of %ld tokens", long(block));
-  const int64_t whole = whole_rows(blocks, top_blocks, block, start, rows), rest = rows - whole;
+  const int64_t whole = whole_rows(blocks, top_blocks, block, start, rows);
   AttentionCall call{q, k, v, o, nullptr, nullptr, 0, whole, heads, groups, width, start, format, scale};
-  const int status = attend_all(call);
-  if (status != kOk || rest == 0) return status;
-  const int64_t stride = top_blocks * block + block - 1;
-  std::vector<int32_t> list(static_cast<std::size_t>(rest * stride)), counts(static_cast<size_t>(rest));
-  const int expanded = expand_blocks(blocks + whole * top_blocks, top_blocks, block, start + whole, rest, stride,
-                                     list.data(), counts.data());
-  if (expanded != kOk) return expanded;
-  call.q += whole * heads * width;
-  call.o += whole * heads * width;
-  call.list = list.data();
-  call.list_count = counts.data();
-  call.list_stride = stride;
-  call.rows = rest;
-  call.start = start + whole;
-  return attend_all(call);
+  int status = attend_all(call);
+  for (int64_t t = whole; t < rows && status == kOk; t += kSlabRows) {
+    call.rows = std::min(kSlabRows, rows - t);
+    call.start = start + t;
+    call.q = q + t * heads * width;
+    call.o = o + t * heads * width;
+    status = attend_listed(call, blocks + t * top_blocks, top_blocks, block);
+  }
+  return status;
 }
 
 // Ops.select_blocks.
@@ -246,8 +263,8 @@ int strata_rows_select_blocks(const float* q, int64_t rows, int64_t heads, int64
   if (heads < 1 || heads > kQueries || block < 1)
     return fail(kBadArgument, "%ld index heads, blocks of %ld: at most %ld heads", long(heads), long(block),
                 long(kQueries));
-  for (int64_t t = 0; t < rows; t += kSlabRows) {
-    const int status = select_slab(q + t * heads * width, std::min(kSlabRows, rows - t), heads, width, keys, start + t,
+  for (int64_t t = 0; t < rows; t += kScoredRows) {
+    const int status = select_slab(q + t * heads * width, std::min(kScoredRows, rows - t), heads, width, keys, start + t,
                                    block, top_blocks, ids + t * top_blocks);
     if (status != kOk) return status;
   }

@@ -1,6 +1,5 @@
 // The C interface of the gated delta net and of the causal convolution.
 #include <algorithm>
-#include <vector>
 
 #include "rows_dispatch.h"
 
@@ -20,7 +19,7 @@ int check_taps(int64_t taps, int64_t dilation) {
 // Channels [first, first + channels) over the pool, in slices of whole 64s.
 int convolve(const ConvCall& call, int64_t first, int64_t channels, float* y, int64_t y_stride) {
   const int64_t blocks = (channels + 63) / 64;
-  const int64_t grain = at_least_one(kElementsOfSlice / (64 * call.taps * at_least_one(call.rows)));
+  const int64_t grain = at_least_one(kElementsOfSlice / (64 * call.taps * at_least_one(call.last - call.first)));
   return parallel(blocks, grain, [&](long begin, long end) {
     const int64_t from = first + begin * 64, to = first + std::min<int64_t>(end * 64, channels);
     table().causal_conv(call, from, to, y + begin * 64, y_stride);
@@ -39,7 +38,7 @@ int strata_rows_causal_conv(const float* x, const float* tail, const float* weig
   using namespace strata;
   const int status = check_taps(taps, dilation);
   if (status != kOk) return status;
-  return convolve(ConvCall{x, tail, weight, rows, channels, taps, dilation}, 0, channels, y, channels);
+  return convolve(ConvCall{x, tail, weight, 0, rows, channels, taps, dilation}, 0, channels, y, channels);
 }
 
 // Ops.delta_inputs.
@@ -51,17 +50,26 @@ int strata_rows_delta_inputs(const float* qkv, const float* tail, const float* c
   int status = check_taps(taps, 1);
   if (status != kOk) return status;
   const int64_t keys = key_heads * key_width, values = value_heads * value_width;
-  const ConvCall call{qkv, tail, conv, rows, 2 * keys + values, taps, 1};
-  float* mixed = scratch<InputRoom>(static_cast<std::size_t>(2 * rows * keys));
-  status = convolve(call, 0, 2 * keys, mixed, 2 * keys);
-  if (status != kOk) return status;
+  ConvCall call{qkv, tail, conv, 0, rows, 2 * keys + values, taps, 1};
   status = convolve(call, 2 * keys, values, v, values);
   if (status != kOk) return status;
-  return over_rows(rows, 2 * keys, [&](long begin, long end) {
-    for (long t = begin; t < end; t++) {
-      table().unit_length(mixed + 2 * t * keys, query_scale, key_heads, key_width, q + t * keys);
-      table().unit_length(mixed + (2 * t + 1) * keys, 1.0f, key_heads, key_width, k + t * keys);
-    }
+  float* mixed = scratch<InputRoom>(2 * std::min(rows, kSlabRows) * keys);
+  if (mixed == nullptr) return no_scratch("delta_inputs");
+  for (int64_t slab = 0; slab < rows; slab += kSlabRows) {
+    call.first = slab;
+    call.last = std::min(slab + kSlabRows, rows);
+    status = convolve(call, 0, 2 * keys, mixed, 2 * keys);
+    if (status != kOk) return status;
+    status = over_rows(call.last - slab, 2 * keys, [&](long begin, long end) {
+      for (long i = begin; i < end; i++) {
+        const int64_t t = slab + i;
+        table().unit_length(mixed + 2 * i * keys, query_scale, key_heads, key_width, q + t * keys);
+        table().unit_length(mixed + (2 * i + 1) * keys, 1.0f, key_heads, key_width, k + t * keys);
+      }
+    });
+    if (status != kOk) return status;
+  }
+  return over_rows(rows, 4 * value_heads, [&](long begin, long end) {
     table().delta_gates(b + begin * value_heads, a + begin * value_heads, log_decay, dt_bias, end - begin, value_heads,
                         beta + begin * value_heads, g + begin * value_heads);
   });
@@ -75,7 +83,8 @@ int strata_rows_gated_delta(const float* pending_k, const float* pending_v, cons
   using namespace strata;
   if (key_heads < 1 || value_heads % key_heads != 0)
     return fail(kBadArgument, "%ld value heads on %ld key heads", long(value_heads), long(key_heads));
-  float* decay = scratch<InputRoom>(static_cast<std::size_t>((pending + rows) * value_heads));
+  float* decay = scratch<InputRoom>((pending + rows) * value_heads);
+  if (decay == nullptr) return no_scratch("gated_delta");
   float* decay_now = decay + pending * value_heads;
   {
     FloatingPointMode mode;
@@ -95,8 +104,10 @@ int strata_rows_gated_delta(const float* pending_k, const float* pending_v, cons
   const int64_t columns = table().delta_columns(), blocks = (value_width + columns - 1) / columns;
   const int64_t work = 4 * key_width * columns * at_least_one(pending + rows);
   return parallel(value_heads * blocks, at_least_one(kProductsOfSlice / work), [&](long begin, long end) {
-    float* room = scratch<StateRoom>(static_cast<std::size_t>(key_width * columns));
+    float* room = scratch<StateRoom>(key_width * columns);
+    if (room == nullptr) return no_scratch("gated_delta");
     for (long i = begin; i < end; i++) table().gated_delta(call, i / blocks, i % blocks * columns, room);
+    return static_cast<int>(kOk);
   });
 }
 

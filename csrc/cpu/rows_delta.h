@@ -3,7 +3,7 @@
 constexpr int kConvBlock = 64;  // channels whose taps are turned once and used for all rows
 
 // Channels [first, last) of silu(depthwise convolution): the last tap meets the row itself, taps in rising order, the
-// first product alone and then one FMA a tap. y's row t starts at y + t * y_stride, channel `first` at its column 0.
+// first product alone and then one FMA a tap. y starts with the call's first row and channel `first`.
 static void causal_conv(const ConvCall& call, int64_t first, int64_t last, float* y, int64_t y_stride) {
   const int64_t tail_rows = (call.taps - 1) * call.dilation;
   alignas(64) float taps[kMostTaps][kConvBlock];
@@ -11,13 +11,13 @@ static void causal_conv(const ConvCall& call, int64_t first, int64_t last, float
     const int64_t size = last - block < kConvBlock ? last - block : kConvBlock;
     for (int64_t w = 0; w < call.taps; w++)
       for (int64_t c = 0; c < kConvBlock; c++) taps[w][c] = c < size ? call.weight[(block + c) * call.taps + w] : 0.0f;
-    for (int64_t t = 0; t < call.rows; t++) {
+    for (int64_t t = call.first; t < call.last; t++) {
       const float* rows[kMostTaps];
       for (int64_t w = 0; w < call.taps; w++) {
         const int64_t z = t + w * call.dilation;
         rows[w] = (z < tail_rows ? call.tail + z * call.channels : call.x + (z - tail_rows) * call.channels) + block;
       }
-      float* out = y + t * y_stride + (block - first);
+      float* out = y + (t - call.first) * y_stride + (block - first);
       each_lanes(size, [&](int64_t i, int n) {
         Lanes sum = mul(load(taps[0] + i), take(rows[0] + i, n));
         for (int64_t w = 1; w < call.taps; w++) sum = fma(load(taps[w] + i), take(rows[w] + i, n), sum);

@@ -253,3 +253,18 @@ def test_what_does_not_fit_is_refused() -> None:
         OPS.causal_conv(random(2, 5), random(2, 5), random(5, 4))
     with pytest.raises(EngineError, match="9 taps"):
         OPS.causal_conv(random(2, 5), random(8, 5), random(5, 9))
+
+
+def test_a_long_chunk_gives_the_bits_of_its_windows() -> None:
+    weights = make_weights(2, 4, 16, 20)
+    channels = weights.conv_CW.shape[0]
+    qkv, tail = random(600, channels, seed=60), random(3, channels, seed=61)
+    b, a = random(600, 4, seed=62), random(600, 4, seed=63)
+    q, rows = OPS.delta_inputs(qkv, tail, b, a, weights)
+    z = torch.cat([tail, qkv])
+    for t in (0, 254, 511, 594):
+        here = slice(t, t + 6)
+        few_q, few = OPS.delta_inputs(qkv[here], z[t : t + 3], b[here], a[here], weights)
+        assert same_bits(few_q, q[here])
+        for name in ("k_TGD", "v_TNV", "beta_TN", "g_TN"):
+            assert same_bits(getattr(few, name), getattr(rows, name)[here])

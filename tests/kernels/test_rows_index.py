@@ -209,3 +209,14 @@ def test_a_bad_list_is_refused() -> None:
         OPS.sparse_attention(q, k, v, 30, 1.0, torch.tensor([[0]]), 4)
     with pytest.raises(EngineError, match="7 block keys of 16 are scored"):
         OPS.select_blocks(q, random(6, 16), 30, 4, 2)
+
+
+def test_a_long_chunk_gives_the_bits_of_its_windows() -> None:
+    q, k, v = make_cache(600, 2, 1, 8, 40, torch.float32)
+    keys = random(160, 8, seed=9)
+    lists = OPS.select_blocks(q, keys, 40, 4, 20)
+    o = OPS.sparse_attention(q, k, v, 40, 0.3, lists, 4)
+    for t in (0, 38, 47, 300, 593):
+        few = slice(t, t + 7)
+        assert torch.equal(OPS.select_blocks(q[few], keys, 40 + t, 4, 20), lists[few])
+        assert same_bits(OPS.sparse_attention(q[few], k, v, 40 + t, 0.3, lists[few], 4), o[few])

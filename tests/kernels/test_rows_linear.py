@@ -95,6 +95,7 @@ def test_a_prompt_gives_the_bits_of_single_rows(kind: str) -> None:
     matrix, _ = make_matrix(75, 1040, kind, 3)
     x = torch.randn(203, 1040, generator=torch.Generator().manual_seed(3))
     single = torch.cat([OPS.linear(x[t : t + 1], matrix) for t in range(203)])
+    assert same_bits(OPS.linear(x[:33].repeat(20, 1), matrix), single[:33].repeat(20, 1))  # two slabs of rows
     for threads in (1, 2, 3):
         pool.configure(threads)
         assert same_bits(OPS.linear(x, matrix), single)
@@ -172,3 +173,18 @@ def test_wrong_widths_and_types_are_refused() -> None:
         OPS.linear(torch.zeros(1, 31), matrix)
     with pytest.raises(EngineError, match="float64"):
         OPS.linear(torch.zeros(1, 32, dtype=torch.float64), matrix)
+
+
+def test_small_work_wakes_no_thread() -> None:
+    pool.configure(2)
+    matrix, _ = make_matrix(128, 256, "bf16", 10)
+    x, w = torch.randn(2, 256), torch.ones(256)
+    jobs = pool.statistics().jobs
+    OPS.linear(x, matrix)
+    OPS.rms_norm(x, w, 1e-6)
+    OPS.silu_mul(x, x)
+    OPS.router(x, 8, renormalise=True)
+    OPS.attention(x.view(2, 4, 64), torch.zeros(40, 2, 64), torch.zeros(40, 2, 64), 38, 1.0)
+    assert pool.statistics().jobs == jobs
+    OPS.linear(torch.randn(64, 256), matrix)
+    assert pool.statistics().jobs > jobs

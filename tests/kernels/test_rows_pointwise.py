@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from strata.errors import EngineError
 from strata.kernels.cpu import library, pool
 from strata.kernels.cpu.ops import CpuOps
-from strata.kernels.ops import Matrix
+from strata.kernels.ops import Matrix, Ops
 
 OPS = CpuOps()
 
@@ -181,6 +182,14 @@ def test_swiglu_is_its_parts() -> None:
     g, u = (x.double() @ m.data.double().T for m in (gate, up))
     exact = (g / (1 + (-g).exp()) * u) @ down.data.double().T
     np.testing.assert_allclose(y.double().numpy(), exact.numpy(), rtol=0, atol=3e-4)
+
+
+def test_every_operation_of_the_protocol_is_there_with_its_signature() -> None:
+    names = [name for name in vars(Ops) if not name.startswith("_") and callable(getattr(Ops, name))]
+    assert len(names) > 20
+    for name in names:
+        wanted, found = inspect.signature(getattr(Ops, name)), inspect.signature(getattr(CpuOps, name))
+        assert list(wanted.parameters.values()) == list(found.parameters.values()), name
 
 
 def test_shapes_that_do_not_agree_are_refused() -> None:

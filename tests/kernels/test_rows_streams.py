@@ -156,3 +156,15 @@ def test_shapes_that_do_not_agree_are_refused() -> None:
         OPS.hyper_add(random(3, 4, 32), random(3, 3), random(3, 32))
     with pytest.raises(EngineError, match="ngram_gate"):
         OPS.ngram_gate(random(3, 4, 8), random(3, 9), random(3, 4, 8), NgramWeights(*[random(4, 8)] * 3, eps=1e-6))
+
+
+def test_a_long_chunk_gives_the_bits_of_its_windows() -> None:
+    weights = make_mixer(2, 24, 6, "f32", inject=True)
+    x = random(600, 2, 24)
+    u, c = OPS.hyper_mix(x, weights)
+    assert c is not None
+    for t in (0, 250, 511, 595):
+        few_u, few_c = OPS.hyper_mix(x[t : t + 5], weights)
+        assert few_c is not None
+        assert same_bits(few_u, u[t : t + 5])
+        assert same_bits(few_c, c[t : t + 5])
