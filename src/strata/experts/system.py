@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -308,13 +309,16 @@ def _take_ram(
     if not placement.ram:
         return None
     pin = plan.request.pin
-    needed = None
-    if pin.by_need:
-        needed = ~np.isin(np.array(placement.ram), np.array(placement.vram))
-    if pin.rule == "none" and plan.mode == "arena":
+    if plan.device.kind == "cpu" and not plan.num_device_slots:
+        logger.info("there is no device that could read the expert copy: nothing is pinned")
+        pin = replace(pin, rule="none")
+    elif pin.rule == "none" and plan.mode == "arena":
         logger.info("STRATA_ARENA_PIN_GIB=none: nothing of the expert arena is pinned")
     elif pin.rule == "none":
         logger.info("STRATA_COMPLEMENT_PIN_GIB=0: nothing of the resident copy is pinned")
+    needed = None
+    if pin.by_need:
+        needed = ~np.isin(np.array(placement.ram), np.array(placement.vram))
     memory = take_memory(
         backend,
         len(placement.ram),
