@@ -88,6 +88,20 @@ def test_while_waiting_for_its_turn(fake_server: Server, fake: FakeEngine) -> No
     receive_until(first, b"hello")
     first.close()
     wait_until(lambda: fake_server.answers.num_active == 0)
+    assert fake.log == ["begin", "end", "begin", "cancelled", "end"]
+
+
+def test_the_real_engine_forgets_who_left_the_queue(real_server: Server, real_engine: Engine) -> None:
+    ask = {"prompt": "x", "max_tokens": 250, "ignore_eos": True}
+    first = send(real_server, "/v1/completions", ask)
+    wait_until(lambda: real_engine.statistics().running == 1)
+    cancelled = real_engine.statistics().cancelled
+    second = send(real_server, "/v1/completions", ask)
+    wait_until(lambda: real_engine.statistics().waiting == 1)
+    second.close()
+    assert wait_until(lambda: real_engine.statistics().cancelled == cancelled + 1) < 1
+    first.close()
+    wait_until(lambda: real_engine.statistics().running == 0)
 
 
 def test_the_real_engine_is_free_within_a_second(real_server: Server, real_engine: Engine) -> None:
@@ -110,8 +124,8 @@ def test_the_real_engine_is_free_within_a_second(real_server: Server, real_engin
 
 
 def test_a_client_that_reads_slowly_holds_nobody_up(fake_server: Server, fake: FakeEngine, http: httpx.Client) -> None:
-    fake.script, fake.max_context = [97] * 20_000, 1 << 20
-    slow = send(fake_server, "/v1/completions", {"prompt": "x", "max_tokens": 20_000, "stream": True})
+    fake.script, fake.max_context = [97] * 4_000, 1 << 20
+    slow = send(fake_server, "/v1/completions", {"prompt": "x", "max_tokens": 4_000, "stream": True})
     receive_until(slow, b"data: ")
     assert wait_until(fake.ended.is_set) < 10, "the engine has finished although nobody reads"
     fake.script = [*b"quick", 258]

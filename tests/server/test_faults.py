@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strata.engine.engine import Engine
-from strata.errors import EngineError
+from strata.errors import EngineError, RequestError
 from strata.server import app
 from strata.server.answers import Answers
 from strata.server.app import MAX_BODY_BYTES
@@ -214,5 +214,6 @@ def test_the_real_engines_views(real_server: Server) -> None:
 def test_no_answer_begins_once_the_server_stops(pipeline: Any) -> None:
     answers = Answers(FakeEngine(pipeline))
     answers.stop()
-    with pytest.raises(Exception, match="the server is stopping"):
-        answers.start(FakeEngine(pipeline).plain_request("x", FakeEngine(pipeline).sampling()))
+    engine = answers.engine
+    with pytest.raises(RequestError, match="the server is stopping"):
+        answers.start(engine.plain_request("x", engine.sampling()))

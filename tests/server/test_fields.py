@@ -153,12 +153,9 @@ def test_the_engines_refusals_name_the_field_too(http: httpx.Client, body: dict[
 def test_refusals_reach_the_official_client(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {"model": "fake", "messages": MESSAGES}
     with pytest.raises(openai.InternalServerError, match="n: one answer a request is given") as unserved:
-        client.chat.completions.create(**ASK_N, **ask)
+        client.chat.completions.create(**ask, n=2)
     assert unserved.value.status_code == 501
     assert unserved.value.response.headers["x-should-retry"] == "false"
     with pytest.raises(openai.BadRequestError) as unknown:
         client.chat.completions.create(**ask, extra_body={"beam_width": 4})
     assert (unknown.value.param, unknown.value.code) == ("beam_width", "unknown_field")
-
-
-ASK_N = {"n": 2}

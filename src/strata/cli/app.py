@@ -50,12 +50,15 @@ class Command:
 COMMANDS: tuple[Command, ...] = (
     Command("demo", "strata.cli.demo", "Show what Strata does on this PC, in a minute."),
     Command("run", "strata.cli.run", "Stream one completion."),
+    Command("chat", "strata.cli.chat", "Chat in the terminal."),
     Command("serve", "strata.cli.serve", "Serve a model over HTTP to programs of this PC."),
     Command("verify", "strata.cli.verify", "Prove that placement never changes a token."),
     Command("bench", "strata.cli.bench", "Measure the kernels of this machine."),
     Command("inspect", "strata.cli.inspect", "Tell what a pack or a checkpoint holds; --check reads every byte."),
     Command("pack", "strata.cli.pack", "Make a pack of a Hugging Face checkpoint."),
     Command("export", "strata.cli.export", "Turn a pack back into a Hugging Face checkpoint."),
+    Command("list", "strata.cli.list", "List the models in STRATA_HOME."),
+    Command("rm", "strata.cli.rm", "Remove a model from STRATA_HOME."),
 )
 
 
