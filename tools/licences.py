@@ -16,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import lock  # noqa: E402  (tools is no package)
+import attributions  # noqa: E402  (tools is no package)
+import lock  # noqa: E402
 
 PAGE = ROOT / "docs" / "licences" / "README.md"
 NOTICE = ROOT / "NOTICE"
@@ -132,7 +133,8 @@ def main() -> int:
     licences = locked_licences("cuda", "dev", "bench")
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(render_page(licences), encoding="utf-8")
-    NOTICE.write_text(render_notice(NOTICE.read_text(encoding="utf-8"), licences), encoding="utf-8")
+    notice = render_notice(NOTICE.read_text(encoding="utf-8"), licences)
+    NOTICE.write_text(attributions.render_notice(notice, attributions.read_corpus()), encoding="utf-8")
     refused = [one for one in licences if one.install == "base" and not one.is_allowed]
     for one in refused:
         print(f"strata: error: {one.name} {one.version} is {one.expression}: not allowed in the base install")
