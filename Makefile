@@ -12,7 +12,7 @@ define prepare
   { python=$$(sh tools/check.sh) && "$$python" tools/environment.py $(1); }
 endef
 
-.PHONY: help build run test lint format bench clean lock generate environment environment-dev environment-bench environment-all native test-gpu test-cpu512 check
+.PHONY: help build run test lint format bench clean lock generate environment environment-dev environment-bench environment-all native test-gpu test-cpu512 test-windows check
 
 help:
 	@echo "make run          install, build, and run the demo   [PROMPT='def add(a, b):'] [ARGS='--threads 2']"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench        all benchmarks; results in benchmarks/results  ARGS='--machine NAME'"
 	@echo "make test-gpu     the tests that need an NVIDIA card"
 	@echo "make test-cpu512  the tests that need AVX-512"
+	@echo "make test-windows the Windows memory calls under wine"
 	@echo "make generate     rewrite the generated pages (reference, licences) from their sources"
 	@echo "make clean        remove what was built and installed here"
 
@@ -30,6 +31,10 @@ run: environment native
 
 test: environment-dev native
 	@$(PY) -m pytest -n $(WORKERS) -q $(ARGS)
+
+# The Windows calls, cross-compiled and run under wine. Not part of `make test`: wine is large.
+test-windows: environment-dev
+	@$(PY) tools/test_windows.py
 
 # Both run only marked tests and fail where the hardware is missing: here they are asked for by name.
 test-gpu: environment-dev native

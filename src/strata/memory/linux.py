@@ -13,15 +13,16 @@ import mmap
 import os
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from strata.memory.limits import Advice, LockRefused, MemoryLimit
+
 __all__ = [
     "PAGE_BYTES",
+    "Advice",
     "FileMap",
     "LockRefused",
     "MemoryLimit",
@@ -37,6 +38,7 @@ __all__ = [
     "map_file",
     "map_region",
     "memory_limits",
+    "pin_rooms",
     "read_ram",
     "touch_pages",
     "unlock_pages",
@@ -54,16 +56,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 
-Advice = Literal["huge", "will_need", "sequential", "random", "populate"]
-_ADVICE: dict[Advice, int] = {"huge": 14, "will_need": 3, "sequential": 2, "random": 1, "populate": 23}
-
-
-class LockRefused(Exception):  # noqa: N818 - an answer the caller works with, not a mistake
-    """The system did not lock the pages; ``reason`` says why in its own words."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+_ADVICE: dict[Advice, int] = {"huge": 14, "will_need": 3, "populate": 23}
 
 
 class Region:
@@ -187,15 +180,6 @@ def read_ram(root: Path = Path("/")) -> tuple[int, int]:
     return total, available
 
 
-@dataclass(frozen=True)
-class MemoryLimit:
-    """A limit on this process: ``name`` for people, ``limit`` and ``used`` bytes (reclaimable cache not counted)."""
-
-    name: str
-    limit: int
-    used: int
-
-
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
     """Every memory limit of this process's control groups (version 1 and 2), innermost first."""
     return [*_limits_v2(root), *_limits_v1(root)]
@@ -232,6 +216,12 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
         if quota is not None and period and quota > 0:
             grants.append(quota / period)
     return min(grants) if grants else None
+
+
+def pin_rooms() -> tuple[int, ...]:
+    """For each display adapter, the bytes that may be page-locked before its driver slows down: Linux has no such
+    segment."""
+    return ()
 
 
 def usable_cpus() -> int:

@@ -36,6 +36,7 @@ class Machine:
     ram_available: int
     ram_rule: str
     locked_limit: int | None
+    pin_rooms: tuple[int, ...]  # for each display adapter, what its driver lets be page-locked (Windows)
     gpus: tuple[Gpu, ...]
 
 
@@ -66,6 +67,7 @@ def probe_machine(
         ram_available=available,
         ram_rule=rule,
         locked_limit=system.locked_limit(),
+        pin_rooms=system.pin_rooms(),
         gpus=find_gpus() if gpus is None else gpus(),
     )
 
