@@ -29,7 +29,7 @@ from strata.errors import ConfigError, EngineError, RequestError
 from strata.text.byte_tokenizer import byte_tokenizer
 from strata.text.events import AnswerEvent, TextPiece
 from strata.text.pipeline import TextPipeline
-from tests.server.conftest import END, FakeEngine
+from tests.server.fake_engine import END, FakeEngine
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ import contextlib, sys, tempfile
 from strata.cli import app, loading
 from strata.text.byte_tokenizer import byte_tokenizer
 from strata.text.pipeline import TextPipeline
-from tests.server.conftest import FakeEngine
+from tests.server.fake_engine import FakeEngine
 
 class Slow(FakeEngine):
     def chat_request(self, messages, params, **how):

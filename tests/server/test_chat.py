@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from strata.text.control_text import Segment
-from tests.server.conftest import END, FakeEngine
+from tests.server.fake_engine import END, FakeEngine
 
 ASK: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
 TOOL = {

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.conftest import FakeEngine
+from tests.server.fake_engine import FakeEngine
 
 ASK: dict[str, Any] = {"model": "fake", "prompt": "say: "}
 

@@ -16,7 +16,8 @@ import pytest
 from strata.engine.engine import Engine
 from strata.server.listen import Server
 from strata.text.pipeline import TextPipeline
-from tests.server.conftest import FakeEngine, official_client, running, wait_until
+from tests.server.conftest import official_client, running, wait_until
+from tests.server.fake_engine import FakeEngine
 from tests.server.test_chat import ASK
 
 LONG = [97] * 100_000

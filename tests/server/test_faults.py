@@ -16,7 +16,8 @@ from strata.server import app
 from strata.server.answers import Answers
 from strata.server.app import MAX_BODY_BYTES
 from strata.server.listen import Server
-from tests.server.conftest import FakeEngine, wait_until
+from tests.server.conftest import wait_until
+from tests.server.fake_engine import FakeEngine
 from tests.server.test_chat import ASK, sse
 
 
