@@ -37,6 +37,22 @@ from strata.kernels.bench import bench_kernels
 r = bench_kernels(threads=$count, gib=3, repeats=3, rows=(1, 2, 4, 8))
 print('$count threads', *(f'{n} {f.value} ({f.percent} % of {f.ceiling})' for n, f in r.figures.items()))" 2>&1 | tail -1
 done
+echo "== how far ahead weights are asked for, bytes (AVX-512)"
+flags="-O3 -std=c++17 -fPIC -ffp-contract=off -fno-fast-math -pthread -fvisibility=hidden -w"
+flags="$flags -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c"
+work=$(mktemp -d)
+cp build/native/*.o "$work"
+for ahead in 0 1024 2048 4096 8192; do
+    ${CXX:-g++} $flags -DSTRATA_PREFETCH_BYTES=$ahead -c csrc/cpu/expert_avx512.cpp -o "$work/expert_avx512.o" &&
+        ${CXX:-g++} -shared -pthread -o "$work/$ahead.so" "$work"/*.o -lm && $python -c "
+from pathlib import Path
+from strata.kernels.cpu import library
+library._PATH = Path('$work/$ahead.so')
+from strata.kernels.bench import bench_kernels
+r = bench_kernels(threads=$threads, gib=3, repeats=3)
+print('$ahead bytes', *(f'{n} {f.value} ({f.percent} % of {f.ceiling})' for n, f in r.figures.items()))" 2>&1 | tail -1
+done
+rm -r "$work"
 for format in q8_0 bf16; do
     $python -c "
 from strata.kernels.bench import bench_kernels
