@@ -339,7 +339,7 @@ def _size(plan: ResolvedPlan, memory: LockedMemory | None, placement: _Placement
     outside = max(1, len(placement.ram) if plan.mode == "arena" else placement.num_outside)
     share = max(0.0, 1.0 - pinned / outside) if placement.num_outside else 0.0
     sizing = size_stager(plan.request, plan.mode, unpinned_share=share)
-    if placement.num_outside:
+    if placement.num_outside and plan.ram["staging"]:
         logger.info(
             "prompt stream: %.0f %% of the experts outside VRAM are not pinned, they come from %s: %d threads, "
             "%d buffers (%.1f MiB), ring %d slots (%s)",
@@ -356,8 +356,6 @@ def _size(plan: ResolvedPlan, memory: LockedMemory | None, placement: _Placement
 
 def _take_buffers(plan: ResolvedPlan, count: int, backend: Backend, owned: ExitStack) -> list[int]:
     """Addresses of ``count`` staging buffers, page-locked where the device grants it; none where nothing is staged."""
-    if plan.num_slots == 0 and (plan.mode == "mapped" or plan.num_ram_experts == plan.shape.total_experts):
-        return []  # everything is computed where it lies
     count = min(count, plan.ram["staging"] // plan.stride)
     if count <= 0:
         return []

@@ -70,6 +70,7 @@ class ResolvedPlan:
         room = "RAM" if self.device.free_bytes is None else format_bytes(self.device.free_bytes)
         experts = f"{self.num_slots:,} of {self.shape.total_experts:,} experts in VRAM, {self.num_ram_experts:,} in RAM"
         ring = f"ring {self.ring_slots} slots {'borrowed' if self.ring_borrowed else 'reserved'}"
+        ring = ring if self.ring_slots else "no ring"
         totals = f"VRAM {format_bytes(self.vram_bytes)} of {room}"
         totals += f", RAM {format_bytes(self.ram_bytes)} of {format_bytes(self.request.ram_bytes)}"
         return [
@@ -119,6 +120,8 @@ def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> Resol
     lendable = min(ring, num_slots) if borrowed else 0
     messages: list[str] = []
     mode, reason, num_ram = _choose_mode(shape, request, stride, sum(ram.values()), num_slots, lendable, messages)
+    if num_slots == 0 and (mode == "mapped" or num_ram == shape.total_experts):
+        ram["staging"] = 0  # everything is computed where it lies
     ram["expert copy"] = num_ram * stride
     ram["headroom"] = request.headroom_bytes
     return ResolvedPlan(
