@@ -65,6 +65,11 @@ class ExpertLayout:
         """Bytes of 16 rows of 64 weights with their scales."""
         return _CODE_BYTES[self.format] + _SCALE_BYTES[self.format]
 
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a superblock before its scales."""
+        return _CODE_BYTES[self.format]
+
     @cached_property
     def down_offset(self) -> int:
         """First byte of the down matrix; gate and up, interleaved by groups, lie before it."""
@@ -93,7 +98,7 @@ class ExpertLayout:
 
         Raises ``CheckpointError`` for shapes or scales that the layout does not take.
         """
-        experts = self._check_shapes(gate, up, down)
+        experts = self.check_matrices(gate, up, down)
         blobs = torch.zeros(experts, self.blob_bytes, dtype=torch.uint8)
         for place, matrix in zip(self._places(blobs), (gate, up, down), strict=True):
             self._fill(place, matrix)
@@ -127,20 +132,8 @@ class ExpertLayout:
         for part, matrix in zip(("gate", "up", "down"), self.unpack(blobs, tensor_scales), strict=True):
             check_scales(matrix, f"{name} {part}")
 
-    def _matrix_bytes(self, rows: int, columns: int) -> int:
-        groups = _round_up(rows, GROUP_ROWS) // GROUP_ROWS
-        return groups * (_round_up(columns, SUPERBLOCK) // SUPERBLOCK) * self.superblock_bytes
-
-    def _places(self, blobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views ``[E, groups, superblocks, superblock_bytes]`` of gate, up and down."""
-        experts, size = blobs.shape[0], self.superblock_bytes
-        wide = _round_up(self.hidden, SUPERBLOCK) // SUPERBLOCK
-        narrow = _round_up(self.intermediate, SUPERBLOCK) // SUPERBLOCK
-        pairs = blobs[:, : self.down_offset].view(experts, -1, 2, wide, size)
-        down = blobs[:, self.down_offset : self.payload_bytes].view(experts, -1, narrow, size)
-        return pairs[:, :, 0], pairs[:, :, 1], down
-
-    def _check_shapes(self, gate: QuantisedMatrix, up: QuantisedMatrix, down: QuantisedMatrix) -> int:
+    def check_matrices(self, gate: QuantisedMatrix, up: QuantisedMatrix, down: QuantisedMatrix) -> int:
+        """The number of experts. Raises ``CheckpointError`` for matrices that are not this layout's."""
         wanted = {"gate": (self.intermediate, self.hidden), "up": (self.intermediate, self.hidden)}
         wanted["down"] = (self.hidden, self.intermediate)
         experts = int(gate.codes.shape[0])
@@ -154,6 +147,19 @@ class ExpertLayout:
                 raise CheckpointError(f"expert {name} holds {matrix.codes.shape[0]} experts, gate {experts}")
             check_scales(matrix, f"expert {name}")
         return experts
+
+    def _matrix_bytes(self, rows: int, columns: int) -> int:
+        groups = _round_up(rows, GROUP_ROWS) // GROUP_ROWS
+        return groups * (_round_up(columns, SUPERBLOCK) // SUPERBLOCK) * self.superblock_bytes
+
+    def _places(self, blobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views ``[E, groups, superblocks, superblock_bytes]`` of gate, up and down."""
+        experts, size = blobs.shape[0], self.superblock_bytes
+        wide = _round_up(self.hidden, SUPERBLOCK) // SUPERBLOCK
+        narrow = _round_up(self.intermediate, SUPERBLOCK) // SUPERBLOCK
+        pairs = blobs[:, : self.down_offset].view(experts, -1, 2, wide, size)
+        down = blobs[:, self.down_offset : self.payload_bytes].view(experts, -1, narrow, size)
+        return pairs[:, :, 0], pairs[:, :, 1], down
 
     def _steps(self, codes_bytes: torch.Tensor, row_bytes: int, rows: int) -> torch.Tensor:
         """Rows of codes as 32-bit words ``[E, groups, 16, superblocks, steps]``, padded with zeros.
