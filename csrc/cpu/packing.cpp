@@ -113,24 +113,32 @@ struct Place {
     long unit;  // bytes of one scale
 };
 
+// Units of one superblock's rows, row after row, to unit after unit of all rows. `unit` is a constant at each call.
+template <long unit>
+void interleave(const uint8_t* const* rows, int count, long bytes, uint8_t* out) {
+    for (long at = 0; at + unit <= bytes; at += unit)
+        for (int r = 0; r < count; ++r) std::memcpy(out + at * exact::kGroup + r * unit, rows[r] + at, unit);
+    if (const long rest = bytes % unit; rest > 0)  // the end of a row whose width is no multiple of the unit
+        for (int r = 0; r < count; ++r)
+            std::memcpy(out + (bytes - rest) * exact::kGroup + r * unit, rows[r] + bytes - rest, rest);
+}
+
 void pack_group(const Place& place, long expert, long group) {
-    const long first = group * exact::kGroup;
+    const long first = expert * place.rows + group * exact::kGroup;
+    const int count = static_cast<int>(std::min<long>(exact::kGroup, place.rows - group * exact::kGroup));
     const long row_codes = place.superblock_codes / exact::kGroup;                              // of a superblock
     const long row_scales = (place.superblock_bytes - place.superblock_codes) / exact::kGroup;  // likewise
     uint8_t* out = place.blobs + expert * place.blob_bytes + place.offset + group * place.group_stride;
-    for (int r = 0; r < exact::kGroup && first + r < place.rows; ++r) {
-        const uint8_t* codes = place.codes + (expert * place.rows + first + r) * place.code_bytes;
-        const uint8_t* scales = place.scales + (expert * place.rows + first + r) * place.scale_bytes;
-        for (long s = 0; s < place.superblocks; ++s) {
-            uint8_t* to = out + s * place.superblock_bytes + r * 4;
-            const long left = std::min(place.code_bytes - s * row_codes, row_codes);
-            for (long at = 0; at < left; at += 4)
-                std::memcpy(to + at * exact::kGroup, codes + s * row_codes + at, std::min(left - at, 4L));
-            uint8_t* scale_to = out + s * place.superblock_bytes + place.superblock_codes + r * place.unit;
-            const long scales_left = std::min(place.scale_bytes - s * row_scales, row_scales);
-            for (long at = 0; at < scales_left; at += place.unit)
-                std::memcpy(scale_to + at * exact::kGroup, scales + s * row_scales + at, place.unit);
+    for (long s = 0; s < place.superblocks; ++s, out += place.superblock_bytes) {
+        const uint8_t *codes[exact::kGroup], *scales[exact::kGroup];
+        for (int r = 0; r < count; ++r) {
+            codes[r] = place.codes + (first + r) * place.code_bytes + s * row_codes;
+            scales[r] = place.scales + (first + r) * place.scale_bytes + s * row_scales;
         }
+        interleave<4>(codes, count, std::min(place.code_bytes - s * row_codes, row_codes), out);
+        const long scale_bytes = std::min(place.scale_bytes - s * row_scales, row_scales);
+        if (place.unit == 1) interleave<1>(scales, count, scale_bytes, out + place.superblock_codes);
+        if (place.unit == 2) interleave<2>(scales, count, scale_bytes, out + place.superblock_codes);
     }
 }
 
