@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import END, FakeEngine
 
 ASK: dict[str, Any] = {"model": "fake", "prompt": "say: "}
 
@@ -58,6 +58,13 @@ def test_logprobs(client: openai.OpenAI, stream: bool) -> None:
     assert tokens == list("hello")
     assert offsets == [0, 1, 2, 3, 4]
     assert tops[0] == {"h": -0.5, "A": -1.5}
+
+
+def test_of_two_tokens_with_one_text_the_likelier_counts(client: openai.OpenAI, fake: FakeEngine) -> None:
+    fake.script = [*b"A", END]  # the fake's second alternative is A too
+    logprobs = client.completions.create(**ASK, logprobs=2).choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.top_logprobs == [{"A": -0.5}]
 
 
 def test_echo_with_logprobs_says_why_not(client: openai.OpenAI) -> None:
