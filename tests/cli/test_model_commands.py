@@ -21,7 +21,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The random model: its tokens are bytes, and it is there whether or not the trained one was installed."""
     monkeypatch.setenv("STRATA_HOME", str(home))
+    monkeypatch.setenv("STRATA_MODEL", "built-in-random")
 
 
 def test_run_streams_the_same_completion(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ def real_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def real_engine(real_home: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRATA_HOME", str(real_home))
-        engine = Engine.load(max_context=256, ram_gib=6)
+        engine = Engine.load("built-in-random", max_context=256, ram_gib=6)
     with engine:
         yield engine
 
