@@ -12,19 +12,22 @@ struct PackedRows;
 // A product with many rows: x is cut into panels once for all outputs.
 int many_rows(const float* x, int64_t rows, const WeightRows& w, int64_t outputs, float* y) {
   const RowBlocks shape = packed_rows(w.columns);
-  const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, chunks = (outputs + kChunkOutputs - 1) / kChunkOutputs;
+  const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
+  // Wide chunks read x seldom, narrow ones keep all threads busy to the end: about eight tasks a thread.
+  const int64_t wanted = outputs * blocks / (8 * pool_threads()) / 8 * 8;
+  const int64_t chunk = std::min(std::max<int64_t>(wanted, 32), kMostChunk), chunks = (outputs + chunk - 1) / chunk;
   float* packed = scratch<PackedRows>(blocks * shape.block);
   if (packed == nullptr) return no_scratch("linear");
   const int status = parallel(blocks, 1, [&](long begin, long end) {
     table().pack_rows(x, rows, w.columns, begin, end, packed);
   });
   if (status != kOk) return status;
-  const int64_t grain = at_least_one(kProductsOfSlice / (kChunkOutputs * w.columns * std::min(rows, kBlockRows)));
+  const int64_t grain = at_least_one(kProductsOfSlice / (chunk * w.columns * std::min(rows, kBlockRows)));
   return parallel(chunks * blocks, grain, [&](long begin, long end) {
     for (long task = begin; task < end; task++) {
-      const int64_t block = task % blocks, o = task / blocks * kChunkOutputs, t = block * kBlockRows;
+      const int64_t block = task % blocks, o = task / blocks * chunk, t = block * kBlockRows;
       table().linear(packed + block * shape.block, shape, std::min(rows - t, kBlockRows), w, o,
-                     std::min(o + kChunkOutputs, outputs), y + t * outputs, outputs);
+                     std::min(o + chunk, outputs), y + t * outputs, outputs);
     }
   });
 }

@@ -3,7 +3,8 @@
 // The law: row t of a result is the same bits whatever the number of rows, whatever the other rows hold, for any
 // number of threads and on every instruction set. It is kept by construction:
 //   - a sum over columns runs in 16 FP32 lanes, lane = column mod 16, in column order, one FMA a column, the last
-//     columns padded with zeros; the lanes are added by one tree: i + (i + 8), then + 4, + 2, + 1;
+//     columns padded with zeros; the lanes are added by one tree: i + (i + 8), then + 4, + 2, + 1; a dense product does
+//     so for every 512 columns and adds these in order;
 //   - a sum over cache positions runs in list order within splits of 256 entries; four splits are folded in order
 //     into a run, the runs in order into the result;
 //   - functions (exp, sigmoid, silu, softplus) are our own polynomials with explicit FMA (rows_functions.h).
@@ -30,9 +31,9 @@ struct WeightRows {
   const int32_t* index;
 };
 
-constexpr int64_t kPanel = 512;       // columns of a panel of a product with many rows
-constexpr int64_t kBlockRows = 48;    // rows of a block of such a product: 99 KiB a panel, in the second level
-constexpr int64_t kChunkOutputs = 64; // outputs that share it: 48 x 64 x 64 bytes of lanes, 192 KiB
+constexpr int64_t kPanel = 512;       // columns that are summed before they are added: part of the result
+constexpr int64_t kBlockRows = 96;    // rows of a block of a product with many: 198 KiB a panel, in the second level
+constexpr int64_t kMostChunk = 256;   // outputs that share it: 96 KiB of y
 constexpr int64_t kPackRows = 32;     // from so many rows on, x is cut into panels first
 
 // Where row r of block b (kBlockRows rows) has its panel p: x + b * block + p * panel + r * row.

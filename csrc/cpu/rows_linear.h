@@ -1,6 +1,7 @@
-// y = x W^T. Two paths with the same bits: up to 3 rows stream the weights once from memory with everything in
-// registers; more rows convert 8 outputs x kPanel columns of weights to FP32 in the first-level cache and run register
-// tiles over it, the 16 lanes of each sum waiting in a buffer between panels.
+// y = x W^T. The columns are cut into panels of kPanel; each panel is summed in the 16 lanes and their tree, and panels are
+// added in order. Two paths with the same bits: up to 3 rows stream the weights once from memory with everything in
+// registers; more rows convert 8 outputs of a panel to FP32 in the first-level cache and run register tiles over it, so
+// that nothing but y waits between panels.
 //
 // Q8_0: weight * scale is exact in FP32 (8 x 11 significant bits), so a Q8_0 matrix gives the very bits of its
 // dequantised FP32 matrix.
@@ -55,6 +56,23 @@ struct RowQ8 {
   inline Lanes some(int64_t c, int count) const { return count > 0 ? at(c) : zero(); }
 };
 
+// y[n] of one row, n < N: the trees over `sum`, written (the first panel) or added.
+template <int N>
+static inline void write_sums(const Lanes (*sum)[kParts], bool begin, int limit, float* y) {
+  float tree[N];
+  if constexpr (N == 4)
+    sum_lanes_of_4(sum, tree);
+  else
+    for (int n = 0; n < N; n++) tree[n] = sum_lanes(sum[n]);
+  if (limit < N) {
+    for (int n = 0; n < limit; n++) y[n] = begin ? tree[n] : y[n] + tree[n];
+  } else if (begin) {
+    for (int n = 0; n < N; n++) y[n] = tree[n];
+  } else {
+    for (int n = 0; n < N; n++) y[n] += tree[n];
+  }
+}
+
 // R rows x N outputs straight from memory. A row is short for the processor's own prefetch (it restarts at each row:
 // 9.5 GB/s of 18 for Q8_0), so the row that follows N further on is asked for here (13).
 template <class Row, int R, int N>
@@ -62,40 +80,44 @@ static inline void stream_tile(const float* x, int64_t x_stride, const WeightRow
                                int64_t y_stride) {
   Row rows[N];
   for (int n = 0; n < N; n++) rows[n] = Row(w, o + n);
-  Lanes sum[R][N][kParts];
-  for (int r = 0; r < R; r++)
-    for (int n = 0; n < N; n++)
-      for (int h = 0; h < kParts; h++) sum[r][n][h] = zero();
-  const int64_t whole = w.columns / 32 * 32;
-  for (int64_t c = 0; c < whole; c += 32) {
-    for (int n = 0; n < N; n++) {
-      rows[n].enter(c / 32);
-      rows[n].fetch(c + N * w.stride);
-    }
+  for (int64_t panel = 0; panel < w.columns; panel += kPanel) {
+    const int64_t end = w.columns - panel < kPanel ? w.columns : panel + kPanel;
+    const int64_t whole = panel + (end - panel) / 32 * 32;
+    Lanes sum[R][N][kParts];
+    for (int r = 0; r < R; r++)
+      for (int n = 0; n < N; n++)
+        for (int h = 0; h < kParts; h++) sum[r][n][h] = zero();
+    for (int64_t c = panel; c < whole; c += 32) {
+      for (int n = 0; n < N; n++) {
+        rows[n].enter(c / 32);
+        rows[n].fetch(c + N * w.stride);
+      }
 #pragma GCC unroll 32
-    for (int h = 0; h < 2 * kParts; h++) {
-      Lanes weight[N];
-      for (int n = 0; n < N; n++) weight[n] = rows[n].at(c + h * kWidth);
-      for (int r = 0; r < R; r++) {
-        const Lanes value = load(x + r * x_stride + c + h * kWidth);
-        for (int n = 0; n < N; n++) sum[r][n][h % kParts] = fma(value, weight[n], sum[r][n][h % kParts]);
+      for (int h = 0; h < 2 * kParts; h++) {
+        Lanes weight[N];
+        for (int n = 0; n < N; n++) weight[n] = rows[n].at(c + h * kWidth);
+        for (int r = 0; r < R; r++) {
+          const Lanes value = load(x + r * x_stride + c + h * kWidth);
+          for (int n = 0; n < N; n++) sum[r][n][h % kParts] = fma(value, weight[n], sum[r][n][h % kParts]);
+        }
       }
     }
-  }
-  if (whole < w.columns) {
-    for (int n = 0; n < N; n++) rows[n].enter(whole / 32);
-    for (int h = 0; h < 2 * kParts; h++) {
-      const int64_t c = whole + h * kWidth;
-      const int count = static_cast<int>(w.columns - c);
-      for (int r = 0; r < R; r++) {
-        const Lanes value = load_some(x + r * x_stride + c, count);
-        for (int n = 0; n < N; n++)
-          sum[r][n][h % kParts] = fma(value, rows[n].some(c, count), sum[r][n][h % kParts]);
+    if (whole < end) {
+      for (int n = 0; n < N; n++) rows[n].enter(whole / 32);
+#pragma GCC unroll 32
+      for (int h = 0; h < 2 * kParts; h++) {
+        const int64_t c = whole + h * kWidth;
+        const int count = static_cast<int>(end - c);
+        if (h >= kParts && end - whole <= 16) break;  // lanes are padded to 16 columns, not to 32
+        for (int r = 0; r < R; r++) {
+          const Lanes value = load_some(x + r * x_stride + c, count);
+          for (int n = 0; n < N; n++)
+            sum[r][n][h % kParts] = fma(value, rows[n].some(c, count), sum[r][n][h % kParts]);
+        }
       }
     }
+    for (int r = 0; r < R; r++) write_sums<N>(sum[r], panel == 0, N, y + r * y_stride + o);
   }
-  for (int r = 0; r < R; r++)
-    for (int n = 0; n < N; n++) y[r * y_stride + o + n] = sum_lanes(sum[r][n]);
 }
 
 template <class Row, int R, int N>
@@ -131,56 +153,67 @@ static void fill_panel(const WeightRows& w, int64_t o, int outputs, int64_t c, i
   }
 }
 
-// One register tile over one panel, one Lanes of the 16 lanes after the other: lanes[r][n] += x[r] * panel[n].
+// One Lanes of the 16 lanes of a register tile over one panel: sum[r][n] = x[r] * panel[n].
 template <int R>
-static inline void panel_tile(const float* x, int64_t x_stride, const float* panel, int64_t columns, bool begin,
-                              float* lanes) {
+static inline void tile_part(const float* x, int64_t x_stride, const float* panel, int64_t columns, int part,
+                             Lanes (*sum)[kTileOutputs]) {
   constexpr int N = kTileOutputs;
   const int64_t whole = columns / 16 * 16;
-  for (int h = 0; h < kParts; h++, x += kWidth, panel += kWidth, lanes += kWidth) {
-    Lanes sum[R][N];
-    for (int r = 0; r < R; r++)
-      for (int n = 0; n < N; n++) sum[r][n] = begin ? zero() : load(lanes + (r * kPanelOutputs + n) * 16);
-    for (int64_t c = 0; c < whole; c += 16) {
-      Lanes value[R];
-      for (int r = 0; r < R; r++) {
-        value[r] = load(x + r * x_stride + c);
-        hold(value[r]);
-      }
-      for (int n = 0; n < N; n++) {
-        Lanes weight = load(panel + n * kPanelStride + c);
-        hold(weight);
-        for (int r = 0; r < R; r++) sum[r][n] = fma(value[r], weight, sum[r][n]);
-      }
+  x += part * kWidth;
+  panel += part * kWidth;
+  for (int r = 0; r < R; r++)
+    for (int n = 0; n < N; n++) sum[r][n] = zero();
+  for (int64_t c = 0; c < whole; c += 16) {
+    Lanes value[R];
+    for (int r = 0; r < R; r++) {
+      value[r] = load(x + r * x_stride + c);
+      hold(value[r]);
     }
-    if (whole < columns) {
-      const int count = static_cast<int>(columns - whole) - h * kWidth;
-      for (int r = 0; r < R; r++) {
-        const Lanes value = load_some(x + r * x_stride + whole, count);
-        for (int n = 0; n < N; n++) sum[r][n] = fma(value, load(panel + n * kPanelStride + whole), sum[r][n]);
-      }
+    for (int n = 0; n < N; n++) {
+      Lanes weight = load(panel + n * kPanelStride + c);
+      hold(weight);
+      for (int r = 0; r < R; r++) sum[r][n] = fma(value[r], weight, sum[r][n]);
     }
-    for (int r = 0; r < R; r++)
-      for (int n = 0; n < N; n++) store(lanes + (r * kPanelOutputs + n) * 16, sum[r][n]);
   }
+  if (whole < columns) {
+    const int count = static_cast<int>(columns - whole) - part * kWidth;
+    for (int r = 0; r < R; r++) {
+      const Lanes value = load_some(x + r * x_stride + whole, count);
+      for (int n = 0; n < N; n++) sum[r][n] = fma(value, load(panel + n * kPanelStride + whole), sum[r][n]);
+    }
+  }
+}
+
+// R rows x kTileOutputs outputs over one panel; `limit` outputs are written.
+template <int R>
+static inline void panel_tile(const float* x, int64_t x_stride, const float* panel, int64_t columns, bool begin,
+                              int limit, float* y, int64_t y_stride) {
+  Lanes sum[R][kTileOutputs][kParts];
+  for (int h = 0; h < kParts; h++) {
+    Lanes part[R][kTileOutputs];
+    tile_part<R>(x, x_stride, panel, columns, h, part);
+    for (int r = 0; r < R; r++)
+      for (int n = 0; n < kTileOutputs; n++) sum[r][n][h] = part[r][n];
+  }
+  for (int r = 0; r < R; r++) write_sums<kTileOutputs>(sum[r], begin, limit, y + r * y_stride);
 }
 
 template <int R>
 static void panel_rows(const float* x, int64_t x_stride, const float* panel, int outputs, int64_t columns, bool begin,
-                       float* lanes) {
+                       float* y, int64_t y_stride) {
   for (int n = 0; n < outputs; n += kTileOutputs)
-    panel_tile<R>(x, x_stride, panel + n * kPanelStride, columns, begin, lanes + n * 16);
+    panel_tile<R>(x, x_stride, panel + n * kPanelStride, columns, begin, outputs - n, y + n, y_stride);
 }
 
 // The last rows of a block, fewer than a tile.
 template <int R>
 static void panel_rest(const float* x, int64_t x_stride, int rows, const float* panel, int outputs, int64_t columns,
-                       bool begin, float* lanes) {
+                       bool begin, float* y, int64_t y_stride) {
   if constexpr (R > 0) {
     if (rows == R)
-      panel_rows<R>(x, x_stride, panel, outputs, columns, begin, lanes);
+      panel_rows<R>(x, x_stride, panel, outputs, columns, begin, y, y_stride);
     else
-      panel_rest<R - 1>(x, x_stride, rows, panel, outputs, columns, begin, lanes);
+      panel_rest<R - 1>(x, x_stride, rows, panel, outputs, columns, begin, y, y_stride);
   }
 }
 
@@ -201,47 +234,23 @@ static void pack_rows(const float* x, int64_t rows, int64_t columns, int64_t fir
   }
 }
 
-// One panel of one group of outputs over all rows of a block.
-static inline void panel_block(const float* x, int64_t x_stride, int64_t rows, const float* panel, int outputs,
-                               int64_t columns, bool begin, float* lanes) {
-  constexpr int64_t kLanesOfRow = kPanelOutputs * 16;
-  int64_t r = 0;
-  for (; r + kTileRows <= rows; r += kTileRows)
-    panel_rows<kTileRows>(x + r * x_stride, x_stride, panel, outputs, columns, begin, lanes + r * kLanesOfRow);
-  panel_rest<kTileRows - 1>(x + r * x_stride, x_stride, static_cast<int>(rows - r), panel, outputs, columns, begin,
-                            lanes + r * kLanesOfRow);
-}
-
-// The trees of one group of outputs.
-static inline void finish_block(const float* lanes, int64_t rows, int outputs, float* y, int64_t y_stride) {
-  for (int64_t r = 0; r < rows; r++, y += y_stride, lanes += kPanelOutputs * 16) {
-    Lanes sum[kPanelOutputs][kParts];
-    for (int n = 0; n < kPanelOutputs; n++)
-      for (int h = 0; h < kParts; h++) sum[n][h] = load(lanes + n * 16 + h * kWidth);
-    if (outputs == kPanelOutputs) {
-      sum_lanes_of_4(sum, y);
-      sum_lanes_of_4(sum + 4, y + 4);
-    } else {
-      for (int n = 0; n < outputs; n++) y[n] = sum_lanes(sum[n]);
-    }
-  }
-}
-
-// Outputs [first, last), at most kChunkOutputs, of one block of rows.
+// Outputs [first, last) of one block of rows.
 template <class Row>
 static void panels(const float* x, const RowBlocks& shape, int64_t rows, const WeightRows& w, int64_t first,
                    int64_t last, float* y, int64_t y_stride) {
   alignas(64) float panel[kPanelOutputs * kPanelStride];
-  alignas(64) float lanes[kChunkOutputs / kPanelOutputs][kBlockRows * kPanelOutputs * 16];
   for (int64_t c = 0; c < w.columns; c += kPanel, x += shape.panel) {
     const int64_t columns = w.columns - c < kPanel ? w.columns - c : kPanel;
     for (int64_t o = first; o < last; o += kPanelOutputs) {
       const int outputs = static_cast<int>(last - o < kPanelOutputs ? last - o : kPanelOutputs);
-      float* sums = lanes[(o - first) / kPanelOutputs];
       const bool more = o + 2 * kPanelOutputs <= last;  // else the next panel of the first outputs
       fill_panel<Row>(w, o, outputs, c, columns, more ? o + kPanelOutputs : first, more ? c : c + kPanel, panel);
-      panel_block(x, shape.row, rows, panel, outputs, columns, c == 0, sums);
-      if (c + kPanel >= w.columns) finish_block(sums, rows, outputs, y + o, y_stride);
+      int64_t r = 0;
+      for (; r + kTileRows <= rows; r += kTileRows)
+        panel_rows<kTileRows>(x + r * shape.row, shape.row, panel, outputs, columns, c == 0, y + r * y_stride + o,
+                              y_stride);
+      panel_rest<kTileRows - 1>(x + r * shape.row, shape.row, static_cast<int>(rows - r), panel, outputs, columns,
+                                c == 0, y + r * y_stride + o, y_stride);
     }
   }
 }
@@ -254,9 +263,7 @@ static void linear_in(const float* x, const RowBlocks& shape, int64_t rows, cons
   if (rows == 3) return stream<Row, 3, 2>(x, shape.row, w, first, last, y, y_stride);
   for (int64_t block = 0; block * kBlockRows < rows; block++) {
     const int64_t t = block * kBlockRows, count = rows - t < kBlockRows ? rows - t : kBlockRows;
-    for (int64_t o = first; o < last; o += kChunkOutputs)
-      panels<Row>(x + block * shape.block, shape, count, w, o, last - o < kChunkOutputs ? last : o + kChunkOutputs,
-                  y + t * y_stride, y_stride);
+    panels<Row>(x + block * shape.block, shape, count, w, first, last, y + t * y_stride, y_stride);
   }
 }
 
