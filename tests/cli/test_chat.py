@@ -278,7 +278,7 @@ def test_ctrl_c_stops_the_answer_alone(
 
 def test_the_real_model_over_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n/stats\nagain\n/stats\n"))
-    assert main(["chat", "--max-tokens", "4", "--system", "be brief"]) == 0
+    assert main(["chat", "built-in-random", "--max-tokens", "4", "--system", "be brief"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     lines = [line for line in out.splitlines() if line.startswith(("prompt: ", "answer: "))]
@@ -288,7 +288,7 @@ def test_the_real_model_over_a_pipe(capsys: pytest.CaptureFixture[str], monkeypa
 
 def test_input_that_is_no_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
-    assert main(["chat", "--max-tokens", "2"]) == 2
+    assert main(["chat", "built-in-random", "--max-tokens", "2"]) == 2
     assert "standard input is not UTF-8" in capsys.readouterr().err
 
 
