@@ -71,10 +71,11 @@ def checkpoint_sha256(folder: Path) -> dict[str, str]:
 
 
 def make_packs(checkpoint: Path, folder: Path) -> dict[str, Path]:
-    """A pack of each format below ``folder``; one that is there is kept."""
+    """A pack of each format below ``folder``, under a name of these weights; one that is there is kept."""
+    weights = hashlib.sha256("".join(checkpoint_sha256(checkpoint).values()).encode()).hexdigest()
     packs = {}
     for name, formats in FORMATS.items():
-        packs[name] = folder / name
+        packs[name] = folder / weights[:12] / name
         if not packs[name].exists():
             make_pack(checkpoint, packs[name], formats)
     return packs

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from strata.config import Requested
     from strata.engine.identity import ArmResult
 
-DEFAULT_PROMPT = 'def mean(values: list[float]) -> float:\n    """Return the arithmetic mean of values."""\n'
+# Of a package that the built-in model never saw (tests/data holds it to that).
+DEFAULT_PROMPT = 'def get_source_checksum(self, source: str) -> str:\n    """Returns a checksum for the source."""\n'
 COLUMNS = ("placement", "tok/s", "hit rate", "misses", "moved MiB", "sha256 of all logits", "")
 TIERS = ("pinned", "pageable", "mapped", "file")
 
