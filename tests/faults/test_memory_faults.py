@@ -27,7 +27,7 @@ from strata.experts.tiers import Tier
 from strata.kernels.cpu.experts import ExpertKernel
 from strata.kernels.host import HostBackend, HostFaults
 from strata.memory.page_lock import take_memory
-from strata.memory.planner import MIB, plan
+from strata.memory.planner import MIB, ResolvedPlan, plan
 from strata.memory.probe import probe_machine
 from strata.memory.requests import DeviceRoom, MemoryRequest, ModelShape, PinRequest
 from tests.experts.small_model import TOP_K, Opened, SmallPack, make_plan, open_system, oracle, write_pack
@@ -324,6 +324,56 @@ def test_a_copy_that_fails_ends_the_request_with_a_named_error_and_closes_cleanl
         opened.forward(1, 600)
     opened.close()
     assert opened.backend.statistics().device_bytes == 0
+
+
+@pytest.mark.parametrize("first_failing", range(0, 40, 3))
+def test_a_copy_that_fails_at_any_point_leaves_nothing_behind(small: Small, first_failing: int) -> None:
+    pack, kernel = small
+    before = threading.active_count()
+    backend = HostBackend(256 * MIB, HostFaults(fail_copies_after=first_failing, copies="threaded"))
+    request = {"mode": "resident", "adapt_every": 1, "adapt_swaps": 2, "ring_slots": 3}
+    with pytest.raises(EngineError, match=r"copy \d+ of"):
+        open_and_compute(make_plan(pack, **request), pack, kernel, backend)
+    backend.close()
+    assert backend.statistics().device_bytes == backend.statistics().pinned_bytes == 0
+    assert threading.active_count() == before
+
+
+def open_and_compute(resolved: ResolvedPlan, pack: SmallPack, kernel: ExpertKernel, backend: HostBackend) -> None:
+    system = ExpertSystem.open(resolved, pack, kernel, backend)
+    try:
+        for seed, num_rows in enumerate([1, 4, 90, 1, 1, 4, 600, 1, 1]):
+            Opened(system, backend, pack).forward(seed, num_rows)
+            system.end_round()
+    finally:
+        system.close()
+
+
+def compute_rounds(opened: Opened, seed: int, num_rows: int) -> None:
+    for _ in range(9):
+        opened.forward(seed, num_rows)
+        opened.system.end_round()
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 90, 600])
+def test_a_drive_that_fails_and_recovers(small: Small, tmp_path: Path, num_rows: int) -> None:
+    """Errors keep no staging buffer and no ring slot: what worked before works again, with the same bits."""
+    pack, kernel = small
+    own = replace(pack, path=tmp_path / "experts.bin")
+    shutil.copy(pack.path, own.path)
+    changes: dict[str, object] = {"mode": "budget", "budget_bytes": 0, "stager_buffers": 4, "ring_slots": 4}
+    opened = open_system(own, kernel, **changes, adapt_every=1, adapt_swaps=2)
+    data = own.path.read_bytes()
+    os.truncate(own.path, 4096)
+    for attempt in range(12):
+        with pytest.raises(CheckpointError, match="the file ends"):
+            compute_rounds(opened, attempt, num_rows)
+    own.path.write_bytes(data)
+    for seed in range(3):
+        assert_same(opened, kernel, (seed, num_rows), (seed, 1))
+        opened.system.end_round()
+    opened.system.store.check()
+    opened.close()
 
 
 def test_locking_without_the_right_to_is_said_and_survived() -> None:

@@ -137,15 +137,20 @@ class Dispatcher:
         task_of = self._number(work, np.flatnonzero(kinds == Tier.FILE))
         waiting = list(task_of)
         reading = self._fetch(waiting)
-        work.compute(np.flatnonzero(kinds != Tier.FILE))
-        while reading or waiting:
-            if not reading:
-                self._mover.pump(block=True)  # swaps hold every buffer
-            batch = self._collect(reading)
-            self._compute_moved(batch, task_of, work)
-            for move in batch:
+        batch: list[Move] = []
+        try:
+            work.compute(np.flatnonzero(kinds != Tier.FILE))
+            while reading or waiting:
+                if not reading:
+                    self._mover.pump(block=True)  # swaps hold every buffer
+                batch = self._collect(reading)
+                self._compute_moved(batch, task_of, work)
+                for move in batch:
+                    self._mover.release(move)
+                reading += self._fetch(waiting)
+        finally:  # an error must not keep staging buffers
+            for move in (*batch, *reading):
                 self._mover.release(move)
-            reading += self._fetch(waiting)
 
     def _number(self, work: _Work, tasks: NDArray[np.int64]) -> dict[int, int]:
         """Flat expert number -> task, in the order of the tasks."""
@@ -154,13 +159,13 @@ class Dispatcher:
 
     def _collect(self, reading: list[Move]) -> list[Move]:
         """Takes what has arrived from the head of ``reading``, at most half the buffers; waits for the first."""
-        batch: list[Move] = []
-        while reading and len(batch) < max(1, self._mover.buffers.num_buffers // 2):
-            if not batch:
-                self._mover.wait(reading[0])
-            elif not self._mover.is_done(reading[0]):
-                break
-            batch.append(reading.pop(0))
+        most = max(1, self._mover.buffers.num_buffers // 2)
+        count = 0
+        while count < min(most, len(reading)) and (count == 0 or self._mover.has_ended(reading[count])):
+            self._mover.wait(reading[count])
+            count += 1
+        batch = reading[:count]
+        del reading[:count]
         return batch
 
     def _fetch(self, waiting: list[int]) -> list[Move]:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from strata.errors import CheckpointError
 from strata.experts.injection import FaultInjection
 from strata.experts.source import ExpertSource
 from strata.experts.store import ExpertStore
@@ -29,6 +30,7 @@ class _State(Enum):
     COPYING = auto()  # the device copies
     UNLOADING = auto()  # a stager thread empties the buffer into pageable RAM
     DONE = auto()
+    FAILED = auto()  # the read did not bring the bytes; whoever waits for the move is told
 
 
 @dataclass(eq=False)
@@ -42,6 +44,7 @@ class Move:
     buffer: int = -1
     ticket: int = 0
     event: DeviceEvent | None = None
+    error: CheckpointError | None = None
     stays: bool = False  # the bytes stay in the staging buffer until ``release``
 
 
@@ -147,14 +150,17 @@ class Mover:
         return move
 
     def release(self, move: Move) -> None:
-        """Gives back the staging buffer of a fetched move; nothing may read it any more."""
-        assert move.stays, "only a fetched move keeps a buffer"
-        assert move.state is _State.DONE, "a buffer is given back after its move"
-        self.buffers.release(move.buffer)
-        move.stays = False
+        """Gives back the staging buffer of a fetched move, waiting for it if need be; nothing may read it any more."""
+        if move.stays:
+            if move.state is _State.STAGING:
+                with suppress(ReadFailure):
+                    self._stager.wait(move.ticket)
+                move.state = _State.DONE
+            self.buffers.release(move.buffer)
+            move.stays = False
 
-    def is_done(self, move: Move) -> bool:
-        """Whether the move is complete now. Raises the named error of a copy or read that failed."""
+    def has_ended(self, move: Move) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
         self.pump()
         return self._advance(move, block=False)
 
@@ -162,6 +168,8 @@ class Mover:
         """Blocks until the move is complete. Raises the named error of a copy or read that failed."""
         while not self._advance(move, block=True):
             self.pump(block=True)
+        if move.error is not None:
+            raise move.error
 
     def pump(self, *, block: bool = False) -> None:
         """Hands filled buffers to the device and empty ones to the stager. With ``block`` at least one step is made."""
@@ -213,7 +221,7 @@ class Mover:
             self._staging.append(move)
 
     def _advance(self, move: Move, *, block: bool, until: _State = _State.DONE) -> bool:
-        """Moves on as far as possible without (or with) waiting; True once ``until`` is reached."""
+        """Moves on as far as possible without (or with) waiting; True once ``until`` is reached or never will be."""
         if move.state is _State.STAGING and self._settle_ticket(move, block):
             if move.stays:
                 move.state = _State.DONE
@@ -222,7 +230,7 @@ class Mover:
                 move.event, move.state = self._stream.record(), _State.COPYING
                 self.buffers.release(move.buffer, move.event)
         if until is _State.COPYING:
-            return move.state in (_State.COPYING, _State.DONE)
+            return move.state in (_State.COPYING, _State.DONE, _State.FAILED)
         if move.state is _State.COPYING:
             assert move.event is not None
             if block:
@@ -232,7 +240,7 @@ class Mover:
         if move.state is _State.UNLOADING and self._settle_ticket(move, block):
             self.buffers.release(move.buffer)
             move.state = _State.DONE
-        return move.state is _State.DONE
+        return move.state in (_State.DONE, _State.FAILED)
 
     def _finish_copy(self, move: Move) -> None:
         if move.source and move.buffer >= 0:  # the device has filled the buffer; a thread empties it into RAM
@@ -242,13 +250,17 @@ class Mover:
             move.state = _State.DONE
 
     def _settle_ticket(self, move: Move, block: bool) -> bool:
+        """True once the stager is through with it; a failed read frees the buffer and is kept for who waits."""
         try:
             if block:
                 self._stager.wait(move.ticket)
                 return True
             return self._stager.query(move.ticket)
         except ReadFailure as failure:
-            raise self._source.explain(*divmod(move.expert, self._store.num_experts), failure) from failure
+            move.error = self._source.explain(*divmod(move.expert, self._store.num_experts), failure)
+            move.state, move.stays = _State.FAILED, False
+            self.buffers.release(move.buffer)
+            return False
 
     def _find_run(self, moves: list[Move], first: int) -> int:
         """End of the run of page-locked neighbours, in RAM and at the target alike; ``first`` when there is none."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
+from strata.errors import StrataError
 from strata.experts.mover import Move, Mover
 
 __all__ = ["PromptRing"]
@@ -47,52 +49,50 @@ class PromptRing:
         self.want(experts)
         while left:
             self._start()
-            batch: list[Move] = []
-            while (
-                self._moving and len(batch) < self._batch and not (batch and not self._mover.is_done(self._moving[0]))
-            ):
-                move = self._moving.popleft()
-                self._mover.wait(move)
-                self._expected.discard(move.expert)
-                if move.expert in left:
-                    left.discard(move.expert)
-                    batch.append(move)
-                else:
-                    self.num_unused += 1
-                    self._give_back([move])
-                    self._start()
+            batch = self._collect(left)
             if not left and before_last is not None:
                 before_last()
-            yield batch
-            self._give_back(batch)
+            try:
+                yield batch
+            finally:  # also when the caller fails
+                self._give_back(batch)
 
     def settle(self) -> None:
         """Waits until nothing moves; drops what was queued. All slots are free afterwards."""
         self._queue.clear()
-        while self._moving:
-            move = self._moving.popleft()
-            self._mover.wait(move)
-            self.num_unused += 1
-            self._give_back([move])
         self._expected.clear()
+        while self._moving:
+            self._drop(self._moving.popleft())
 
     def _collect(self, left: set[int]) -> list[Move]:
         """The next arrivals among ``left``, which loses them: waits for the first, then takes what is there."""
         batch: list[Move] = []
+        assert self._moving, "what is asked for is on its way"
         while self._moving and len(batch) < self._batch:
-            if batch and not self._mover.is_done(self._moving[0]):
+            if batch and not self._mover.has_ended(self._moving[0]):
                 break
             move = self._moving.popleft()
-            self._mover.wait(move)
             self._expected.discard(move.expert)
-            if move.expert in left:
-                left.discard(move.expert)
-                batch.append(move)
-            else:
-                self.num_unused += 1
-                self._give_back([move])
+            if move.expert not in left:
+                self._drop(move)
                 self._start()
+                continue
+            try:
+                self._mover.wait(move)
+            except StrataError:
+                self._give_back([*batch, move])
+                self.settle()  # what else is on its way belongs to a request that ends here
+                raise
+            left.discard(move.expert)
+            batch.append(move)
         return batch
+
+    def _drop(self, move: Move) -> None:
+        """Waits for an expert that nobody asks for any more, and frees its slot."""
+        with suppress(StrataError):
+            self._mover.wait(move)
+        self.num_unused += 1
+        self._give_back([move])
 
     def _drop_unwanted(self, wanted: set[int]) -> None:
         dropped = {expert for expert in self._queue if expert not in wanted}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from strata.errors import CheckpointError
 from strata.experts.injection import FaultInjection
 from strata.experts.mover import Move, Mover
 from strata.experts.policy import Swap
@@ -70,7 +71,13 @@ class SwapEngine:
     def advance(self, oldest_version_in_use: int, *, block: bool = False) -> None:
         """Makes what progress is possible; rounds of versions from ``oldest_version_in_use`` on may still run."""
         for running in list(self._running):
-            if self._step(running, oldest_version_in_use, block):
+            try:
+                over = self._step(running, oldest_version_in_use, block)
+            except CheckpointError:  # the file did not give the promoted expert: everybody stays where they are
+                self._running.remove(running)
+                self.spares.append(running.spare)
+                raise
+            if over:
                 self._running.remove(running)
                 self.num_done += 1
 
@@ -124,7 +131,7 @@ class SwapEngine:
         self.spares.append(slot)
 
     def _complete(self, move: Move, block: bool) -> bool:
-        if block:
-            self._mover.wait(move)
-            return True
-        return self._mover.is_done(move)
+        if not block and not self._mover.has_ended(move):
+            return False
+        self._mover.wait(move)
+        return True
