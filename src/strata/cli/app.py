@@ -54,6 +54,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("serve", "strata.cli.serve", "Serve a model over HTTP to programs of this PC."),
     Command("verify", "strata.cli.verify", "Prove that placement never changes a token."),
     Command("bench", "strata.cli.bench", "Measure the kernels of this machine."),
+    Command("plan", "strata.cli.plan", "Say what of a model would lie where on this PC, and how fast it would be."),
     Command("inspect", "strata.cli.inspect", "Tell what a pack or a checkpoint holds; --check reads every byte."),
     Command("pack", "strata.cli.pack", "Make a pack of a Hugging Face checkpoint."),
     Command("export", "strata.cli.export", "Turn a pack back into a Hugging Face checkpoint."),

@@ -15,19 +15,24 @@ from strata.models import find
 from strata.quant.layout import ExpertLayout
 
 if TYPE_CHECKING:
+    from strata.checkpoint.pack_reader import PackReader
     from strata.engine.models import OpenModel
     from strata.kvcache.attention_cache import KvFormat
     from strata.models.family import FamilyConfig
 
-__all__ = ["config_shape", "model_shape"]
+__all__ = ["config_shape", "model_shape", "reader_shape"]
 
 
 def model_shape(model: OpenModel, kv: KvFormat) -> ModelShape:
-    """Sizes of an open pack, as it is stored."""
-    layout = model.reader.layout
-    assert layout is not None, "the model has routed experts"
-    layers = len(model.reader.expert_layers)  # a draft block's experts are experts of the pack like any others
-    return _shape(model.name, model.config, kv, layers, layout.blob_bytes, model.reader.dense_bytes)
+    """Sizes of an open model, as its pack stores it."""
+    return reader_shape(model.name, model.config, model.reader, kv)
+
+
+def reader_shape(name: str, config: FamilyConfig, reader: PackReader, kv: KvFormat) -> ModelShape:
+    """Sizes of an open pack with routed experts."""
+    assert reader.layout is not None, "the model has routed experts"
+    layers = len(reader.expert_layers)  # a draft block's experts are experts of the pack like any others
+    return _shape(name, config, kv, layers, reader.layout.blob_bytes, reader.dense_bytes)
 
 
 def config_shape(name: str, raw: Mapping[str, Any], kv: KvFormat) -> ModelShape:
@@ -37,7 +42,7 @@ def config_shape(name: str, raw: Mapping[str, Any], kv: KvFormat) -> ModelShape:
     entries = [entry for entry in family.weight_map(config).dense if entry.group is None]
     dense = plan_dense(entries, DenseFormats("q8_0", "bf16"))
     layout = ExpertLayout(config.hidden, config.expert_intermediate, "nvfp4")
-    return _shape(name, config, kv, config.num_layers, layout.blob_bytes, dense.nbytes)
+    return _shape(name, config, kv, config.num_layers, layout.blob_bytes, dense.nbytes - len(dense.header))
 
 
 def _shape(

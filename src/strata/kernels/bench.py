@@ -68,12 +68,13 @@ class ExpertsInMemory:
             self.blobs[e] = blobs[e % EXPERTS_PER_CALL].numpy()
         self.scales = np.tile(scales.numpy(), (-(-self.count // EXPERTS_PER_CALL), 1))[: self.count]
 
-    def calls(self, rows: int) -> list[ExpertTasks]:
-        """Calls that together compute every expert once, for ``rows`` rows."""
+    def calls(self, rows: int, count: int | None = None) -> list[ExpertTasks]:
+        """Calls that together compute every expert (or the first ``count``) once, for ``rows`` rows."""
         addresses = (self.blobs.ctypes.data + np.arange(self.count) * self.layout.blob_bytes).astype(np.uint64)
         calls = []
-        for first in range(0, self.count, EXPERTS_PER_CALL):
-            here = np.arange(first, min(first + EXPERTS_PER_CALL, self.count), dtype=np.int32)
+        end = self.count if count is None else min(count, self.count)
+        for first in range(0, end, EXPERTS_PER_CALL):
+            here = np.arange(first, min(first + EXPERTS_PER_CALL, end), dtype=np.int32)
             tasks = group_picks(np.tile(here, (rows, 1)))
             tasks.place(addresses, self.scales)
             calls.append(tasks)
@@ -92,13 +93,15 @@ def _sum(blobs: npt.NDArray[np.uint8]) -> Callable[[], object]:
     return lambda: library.check(add(blobs.ctypes.data, blobs.size, ctypes.byref(result)))
 
 
-def kernel_pass(experts: ExpertsInMemory, rows: int) -> Callable[[], object]:
-    """A call that computes every expert once for ``rows`` rows."""
+def kernel_pass(
+    experts: ExpertsInMemory, rows: int, calls: Sequence[ExpertTasks] | None = None
+) -> Callable[[], object]:
+    """A call that computes every expert once for ``rows`` rows, or what ``calls`` (of so many rows) say."""
     kernel = ExpertKernel(experts.layout)
     x = torch.randn(rows, experts.layout.hidden, generator=torch.Generator().manual_seed(1))
     out = torch.zeros(rows * EXPERTS_PER_CALL, experts.layout.hidden)
     flags = np.zeros(rows, np.uint8)
-    calls = experts.calls(rows)
+    calls = experts.calls(rows) if calls is None else calls
 
     def run() -> None:
         for tasks in calls:

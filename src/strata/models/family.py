@@ -60,6 +60,9 @@ class FamilyConfig(Protocol):
     def position_bytes(self, kv: KvFormat) -> int:
         """Bytes of it that each position adds, rounded up to a whole byte."""
 
+    def mixing_work(self, positions: int) -> int:
+        """Multiply-adds of one row in attention and recurrent states, with ``positions`` before it, for a forecast."""
+
 
 class Model(Protocol):
     """A built model; borrows its weights. One instance serves any number of sequences, one forward at a time."""

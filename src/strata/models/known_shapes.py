@@ -10,7 +10,7 @@ from typing import Any
 
 from strata.errors import ConfigError
 
-__all__ = ["BUILT_IN_SHAPE", "KNOWN_SHAPES", "known_config"]
+__all__ = ["BUILT_IN_SHAPE", "KNOWN_SHAPES", "PROBE_SHAPES", "known_config"]
 
 _QWEN3_COMMON: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -121,6 +121,44 @@ BUILT_IN_SHAPE: dict[str, Any] = {
     "rope_theta": 10000.0,
     "max_position_embeddings": 4096,
     "eos_token_id": [258, 256],
+}
+
+
+# Models of a family with next to no arithmetic in a layer: a round of one measures what a layer costs beside it.
+_PROBE_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 32,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 32,
+    "vocab_size": 288,
+    "max_position_embeddings": 1024,
+    "eos_token_id": [258, 256],
+}
+PROBE_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_QWEN3_COMMON, **_PROBE_SIZES},
+    "qwen4_exp": {
+        "architectures": ["Qwen4ExpForCausalLM"],
+        "model_type": "qwen4_exp_text",
+        **_PROBE_SIZES,
+        "output_gate_type": "sigmoid",
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "shared_expert_intermediate_size": 32,
+        "hc_count": 4,
+        "hc_lowrank": 16,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 4,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
 }
 
 

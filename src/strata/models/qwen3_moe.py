@@ -50,6 +50,9 @@ class Qwen3MoeConfig:
     def state_bytes(self, max_positions: int, kv: KvFormat) -> int:
         return max_positions * self.position_bytes(kv)
 
+    def mixing_work(self, positions: int) -> int:
+        return self.num_layers * 2 * self.heads * self.head_width * positions
+
 
 def read_config(raw: Mapping[str, Any]) -> Qwen3MoeConfig:
     """Raises ``CheckpointError`` for anything that is not implemented."""

@@ -108,6 +108,13 @@ class Qwen4ExpConfig:
         block = self.attention_bytes(self.index_block, kv)
         return self.layer_kinds.count("attention") * -(-block // self.index_block)
 
+    def mixing_work(self, positions: int) -> int:
+        attended = min(positions, (self.index_top_blocks + 1) * self.index_block)
+        attention = 2 * self.heads * self.head_width * attended
+        attention += self.index_heads * self.index_width * (positions // self.index_block)
+        delta = 3 * self.value_heads * self.key_width * self.value_width
+        return self.layer_kinds.count("attention") * attention + self.layer_kinds.count("linear") * delta
+
     def state_bytes(self, max_positions: int, kv: KvFormat) -> int:
         matrix = self.value_heads * self.key_width * self.value_width
         delta = 4 * (matrix + (self.conv_taps - 1) * self.delta_channels)

@@ -1,0 +1,143 @@
+"""``strata plan``: one model on one machine as a plan for people and programs, with nothing read or taken.
+
+Lives in ``engine`` because it joins a subject, the configuration, the planner and the forecast. What it says is what
+loading would do; only a card may be planned for that is not there yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from strata.engine.effects import plan_effects
+from strata.engine.forecast import Forecast, forecast
+from strata.engine.plan_subject import PlanSubject, find_subject
+from strata.engine.planning import choose_chunk_rows, choose_context, device_room, memory_request
+from strata.engine.runtime import kv_format
+from strata.errors import ConfigError
+from strata.memory import planner
+from strata.memory.planner import GIB, ResolvedPlan, format_bytes
+from strata.memory.requests import DeviceRoom
+
+if TYPE_CHECKING:
+    from strata.config import Requested
+    from strata.config_sources import Effect
+    from strata.engine.rates import Rates
+    from strata.memory.probe import Machine
+
+__all__ = ["PlanReport", "plan_room", "plan_subject", "planned_effects", "report"]
+
+NOT_YET = "plan only: this version computes on the CPU, a card is not used yet"
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan and what it is about. ``forecast`` is None where this machine was never measured, or a card is planned."""
+
+    subject: PlanSubject
+    plan: ResolvedPlan
+    requested: Requested
+    ram_rule: str
+    forecast: Forecast | None = None
+
+    def refused(self) -> list[Effect]:
+        """Options that somebody set and the plan does not follow."""
+        asked = self.requested.origins
+        return [effect for effect in plan_effects(self.plan) if not effect.in_force and effect.option in asked]
+
+    def lines(self) -> list[str]:
+        """For people. The plan's own lines are those that loading logs."""
+        subject, plan = self.subject, self.plan
+        shape = plan.shape
+        experts = f"{format_bytes(shape.total_experts * shape.blob_bytes)} of experts ({subject.expert_format})"
+        model = f"{subject.name} ({subject.source}), {shape.num_layers} layers of {shape.num_experts} experts"
+        context = f"{plan.request.max_context:,} of {subject.config.max_positions:,} positions"
+        chunks = f"prompts in chunks of {plan.request.chunk_rows:,}"
+        lines = [
+            f"model: {model}, {shape.top_k} a token; {experts}, {format_bytes(shape.dense_bytes)} dense",
+            *plan.lines(),
+            f"  context {context}, {chunks}; RAM by {self.ram_rule}",
+        ]
+        lines += [f"  refused: {effect.option}: {effect.why}" for effect in self.refused()]
+        if plan.device.kind == "cuda":
+            lines.append(f"  {NOT_YET}")
+        elif self.forecast is None:
+            lines.append(
+                "expected speed: this machine was not measured yet; 'strata plan --measure' does it in seconds"
+            )
+        else:
+            lines += self.forecast.lines()
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain data; bytes are whole numbers."""
+        plan, shape = self.plan, self.plan.shape
+        return {
+            "model": self.subject.name,
+            "source": self.subject.source,
+            "layers": shape.num_layers,
+            "experts_per_layer": shape.num_experts,
+            "experts_per_token": shape.top_k,
+            "expert_format": self.subject.expert_format,
+            "expert_bytes": shape.blob_bytes,
+            "device": plan.device.kind,
+            "plan_only": plan.device.kind == "cuda",
+            "vram_bytes": plan.device.free_bytes,
+            "ram_bytes": plan.request.ram_bytes,
+            "ram_rule": self.ram_rule,
+            "mode": plan.mode,
+            "mode_reason": plan.mode_reason,
+            "vram": dict(plan.vram),
+            "ram": dict(plan.ram),
+            "slots": plan.num_slots,
+            "spare_slots": plan.num_spares,
+            "ring_slots": plan.ring_slots,
+            "ring_borrowed": plan.ring_borrowed,
+            "experts_in_vram": plan.num_slots,
+            "experts_in_ram": plan.num_ram_experts,
+            "experts_in_all": shape.total_experts,
+            "context": plan.request.max_context,
+            "chunk_rows": plan.request.chunk_rows,
+            "messages": list(plan.messages),
+            "refused": {effect.option: effect.why for effect in self.refused()},
+            "expected": None if self.forecast is None else self.forecast.as_json(),
+        }
+
+
+def plan_subject(subject: PlanSubject, requested: Requested, machine: Machine) -> ResolvedPlan:
+    """Every byte, as loading would take it. Raises ``MemoryPlanError`` or ``ConfigError``."""
+    room = plan_room(requested, machine)
+    context = choose_context(requested, subject.config.max_positions)
+    rows = choose_chunk_rows(requested) if room.kind == "cpu" else requested.prefill.rows
+    return planner.plan(subject.shape, memory_request(requested, machine, context, rows), room)
+
+
+def planned_effects(requested: Requested, machine: Machine) -> list[Effect]:
+    """For ``strata plan --show-config``."""
+    return plan_effects(plan_subject(find_subject(requested.model, kv_format(requested)), requested, machine))
+
+
+def plan_room(requested: Requested, machine: Machine) -> DeviceRoom:
+    """The device to plan for: RAM, or with ``--device cuda[:i]`` a card, found here or of ``--vram-gib`` GiB."""
+    if not requested.device.startswith("cuda"):
+        return device_room(requested)
+    if requested.vram_gib is not None:
+        return DeviceRoom("cuda", int(requested.vram_gib * GIB))
+    index = int(requested.device.partition(":")[2] or 0)
+    if index >= len(machine.gpus):
+        raise ConfigError(
+            f"--device {requested.device}: {len(machine.gpus)} NVIDIA cards were found here",
+            "--vram-gib N plans for a card that is not in this machine",
+        )
+    return DeviceRoom("cuda", machine.gpus[index].memory_free)
+
+
+def report(requested: Requested, machine: Machine, rates: Rates | None) -> PlanReport:
+    """The plan of the model asked for, with a forecast where the machine was measured and the CPU computes.
+
+    Raises ``MemoryPlanError`` for what does not fit, ``CheckpointError`` for what is no model.
+    """
+    subject = find_subject(requested.model, kv_format(requested))
+    plan = plan_subject(subject, requested, machine)
+    expected = None if rates is None or plan.device.kind == "cuda" else forecast(subject, plan, rates)
+    return PlanReport(subject, plan, requested, machine.ram_rule, expected)

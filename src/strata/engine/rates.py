@@ -1,0 +1,91 @@
+"""What a machine does a second, as plain numbers: the measured half of a forecast. Kept in STRATA_HOME/calibration.
+
+Lives in ``engine`` because memory, kernels and layers are measured in different rooms and meet here. Measuring is
+``calibration.py``'s. Numbers of another machine, another number of threads or another version are never used: they
+are part of the file's name and of what is in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from strata.files import atomic_write
+from strata.kernels.rates import KernelRates
+from strata.memory.bandwidth import Bandwidths
+
+__all__ = ["LayerCosts", "Rates", "RatesKey", "read_rates", "write_rates"]
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Seconds that a layer of a family costs beside its arithmetic: launches, waking threads, the conductor.
+
+    ``a_round``: of one row. ``a_row``: of each row of a long chunk. ``a_read``: of each expert read from its file in a
+    round. ``a_load``: of each expert that a prompt moves into the ring.
+    """
+
+    a_round: float
+    a_row: float
+    a_read: float
+    a_load: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """``layers`` by family."""
+
+    bandwidths: Bandwidths
+    kernels: KernelRates
+    layers: Mapping[str, LayerCosts]
+
+
+@dataclass(frozen=True)
+class RatesKey:
+    """What rates hold for."""
+
+    cpu: str
+    isa: str
+    threads: int
+    version: str
+
+    def path(self, folder: Path) -> Path:
+        words = json.dumps(asdict(self), sort_keys=True)
+        return folder / f"rates-{hashlib.sha256(words.encode()).hexdigest()[:12]}.json"
+
+
+def write_rates(folder: Path, key: RatesKey, rates: Rates) -> Path:
+    """Writes them whole or not at all."""
+    path = key.path(folder)
+    with atomic_write(path, "w") as handle:
+        json.dump({"key": asdict(key), "rates": asdict(rates)}, handle, indent=1)
+        handle.write("\n")
+    return path
+
+
+def read_rates(folder: Path, key: RatesKey) -> Rates | None:
+    """The rates kept for this key; None where there are none or the file is not one that this version wrote."""
+    try:
+        table = json.loads(key.path(folder).read_text(encoding="utf-8"))
+        return _from_table(table["rates"]) if table["key"] == asdict(key) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _from_table(table: Mapping[str, Any]) -> Rates:
+    kernels = table["kernels"]
+
+    def by_rows(rates: Mapping[str, Mapping[str, float]]) -> dict[str, dict[int, float]]:
+        return {name: {int(rows): rate for rows, rate in values.items()} for name, values in rates.items()}
+
+    return Rates(
+        Bandwidths(**table["bandwidths"]),
+        KernelRates(
+            by_rows(kernels["experts"]), by_rows(kernels["linear"]), kernels["attention_row"], kernels["attention_rows"]
+        ),
+        {family: LayerCosts(**costs) for family, costs in table["layers"].items()},
+    )
