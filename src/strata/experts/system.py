@@ -39,6 +39,7 @@ __all__ = ["ExpertSystem"]
 
 logger = logging.getLogger(__name__)
 FEWEST_BUFFERS = 16
+MOST_LOAD_THREADS = 16  # a warm load is copying and checking: as many threads as there are processors
 CACHED_ENOUGH = 0.5  # a load reads through the page cache when it holds at least this share of the file
 LITTLE_MEMORY = 256 << 20  # below this a driver starts to move memory out of the device
 Progress = Callable[[int, int], None]
@@ -235,7 +236,11 @@ class ExpertSystem:
 
         self._source.direct = self._source.cached_share(placement.ram or placement.vram) < CACHED_ENOUGH
         if placement.ram:
-            fill_ram(self.store, self._source, self._stager, placement.ram, report)
+            loader = Stager(min(MOST_LOAD_THREADS, max(self._stager.num_threads, self.plan.request.num_cpus)))
+            try:
+                fill_ram(self.store, self._source, loader, placement.ram, report)
+            finally:
+                loader.close()
         fill_slots(self.store, self.mover, placement.vram, report)
         self._source.direct = self.plan.direct_reads
         counters = self.mover.counters
