@@ -5,6 +5,7 @@ Lives beside the trainer. Knows the record's figures by name.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,22 @@ def render_card(
     return "\n".join(parts)
 
 
+def paragraph(words: str) -> str:
+    """Wrapped as the project's pages are; a list item hangs."""
+    return textwrap.fill(
+        " ".join(words.split()), 118, subsequent_indent="  " * words.startswith("- "), break_on_hyphens=False
+    )
+
+
 def head(text: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
-    millions = (
-        f"{trained['parameters'] / 1e6:.1f} million weights" if "parameters" in trained else "About 27 million weights"
+    count = f"{trained['parameters'] / 1e6:.1f} million weights, " if "parameters" in trained else ""
+    about = paragraph(
+        f"""It completes Python functions and answers a signature and docstring in a chat with the function. Family
+        `qwen4_exp`: {count}hidden {text["hidden_size"]}, {text["num_hidden_layers"]} layers and a draft block,
+        {text["num_experts"]} experts of width {text["moe_intermediate_size"]} a layer, of which
+        {text["num_experts_per_tok"]} work on a token, {text["hc_count"]} residual streams, an index budget of
+        {text["indexer_budget"]} tokens, trained context {text["max_position_embeddings"]:,}, byte-level BPE of
+        {text["vocab_size"]:,} ids."""
     )
     return f"""# Strata small
 
@@ -52,11 +66,7 @@ def head(text: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
 
 A small completion model for tests and the demo; it knows nothing.
 
-It completes Python functions and answers a signature and docstring in a chat with the function. {weights} are of the
-family `qwen4_exp`: hidden {text["hidden_size"]}, {text["num_hidden_layers"]} layers and a draft block,
-{text["num_experts"]} experts of width {text["moe_intermediate_size"]} a layer of which {text["num_experts_per_tok"]}
-work on a token, {text["hc_count"]} residual streams, an index budget of {text["indexer_budget"]} tokens, trained
-context {text["max_position_embeddings"]:,}, byte-level BPE of {text["vocab_size"]:,} ids.
+{about}
 
 Licence of the weights: Apache-2.0, as of Strata.
 """
@@ -84,29 +94,35 @@ def quality(figures: Mapping[str, Figure], machine: Mapping[str, Any]) -> str:
         rows += (
             f"| {words} | {value(f'bits_per_byte_{name}', 4)} | {over} | {figures[f'bits_per_byte_{name}'].runs} |\n"
         )
+    sample = f"""Held-out packages, {machine["windows"]} windows of {machine["window_tokens"]:,} tokens
+    ({machine["sample_bytes"]:,} bytes) drawn once. Most formats were measured on the first of them only, so compare
+    the third column, not the second."""
+    activations = f"""8-bit activations of the experts cost {value("activations_cost_nvfp4")} % of the bits per byte
+    with NVFP4 experts, {value("activations_cost_q8_0")} % with Q8_0 experts and {value("activations_cost_shipped")} %
+    as shipped, against FP32 activations on the same weights."""
+    items = (
+        f"- First-draft acceptance on held-out text: {value('draft_acceptance', 1)} %.",
+        f"""- Of 100 held-out `def` lines with docstring, greedy, 96 tokens, cut at the dedent:
+        {value("completions_parse", 0)} parse, {value("completions_loop", 0)} loop.""",
+        f"""- Of 100 chat requests for the same functions: {value("chat_end", 0)} end by themselves within 256 tokens,
+        {value("chat_code", 0)} are Python that parses, {value("chat_good", 0)} both.""",
+        f"""- Retrieval at 1,024 to 4,096 tokens, past the index budget of {value("retrieval_index_budget", 0)}:
+        {value("retrieval", 1)} % ({value("retrieval_dense", 1)} % with dense attention). Sparse attention costs
+        {value("sparse_over_dense", 2)} % bits per byte at 4,096 tokens.""",
+        f"""- Experts: the least used is picked {value("expert_use_least", 2)} times an even share, the most used
+        {value("expert_use_most", 2)} times. `expert-profile.json` holds all of them, learned from training text.""",
+    )
     return f"""## Quality
-Held-out packages, {machine["windows"]} windows of {machine["window_tokens"]:,} tokens ({machine["sample_bytes"]:,}
-bytes) drawn once; formats other than the first and the last on fewer of them, so compare the third column.
+{paragraph(sample)}
 
 | format | bits per byte | over BF16 on the same windows | windows |
 |---|---|---|---|
 {rows}| xz -9e of the whole held-out text | {value("bits_per_byte_xz", 4)} | | |
 | 5-gram model of the training code (Witten-Bell) | {value("bits_per_byte_5gram", 4)} | | {machine["windows"]} |
 
-8-bit activations of the experts cost {value("activations_cost_nvfp4")} % of the bits per byte with NVFP4 experts,
-{value("activations_cost_q8_0")} % with Q8_0 experts and {value("activations_cost_shipped")} % as shipped, against FP32
-activations on the same weights.
+{paragraph(activations)}
 
-- First-draft acceptance on held-out text: {value("draft_acceptance", 1)} %.
-- Of 100 held-out `def` lines with docstring, greedy, 96 tokens, cut at the dedent: {value("completions_parse", 0)}
-  parse, {value("completions_loop", 0)} loop.
-- Of 100 chat requests for the same functions: {value("chat_end", 0)} end by themselves within 256 tokens,
-  {value("chat_code", 0)} are Python that parses, {value("chat_good", 0)} both.
-- Retrieval at 1,024 to 4,096 tokens, past the index budget of {value("retrieval_index_budget", 0)}:
-  {value("retrieval", 1)} % ({value("retrieval_dense", 1)} % with dense attention). Sparse attention costs
-  {value("sparse_over_dense", 2)} % bits per byte at 4,096 tokens.
-- Experts: the least used is picked {value("expert_use_least", 2)} times an even share, the most used
-  {value("expert_use_most", 2)} times. `expert-profile.json` holds all of them, learned from training text.
+{chr(10).join(paragraph(item) for item in items)}
 """
 
 
@@ -124,21 +140,18 @@ def goals(figures: Mapping[str, Figure]) -> str:
 
 
 def training(corpus: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
-    text = f"""## Data and training
-{corpus["train_bytes"]:,} bytes of Python text of the packages below, {corpus["chat_bytes"]:,} of them chat (user:
-signature and docstring; assistant: the function), and key-value retrieval made on the fly from code. Held out whole:
-{", ".join(one["name"] for one in corpus["sources"] if one.get("held_out"))}; files near a held-out one were left out.
-How it was made: tools/train/README.md."""
+    held = ", ".join(one["name"] for one in corpus["sources"] if one.get("held_out"))
+    text = f"""{corpus["train_bytes"]:,} bytes of Python text of the packages below, {corpus["chat_bytes"]:,} of them
+    chat (user: signature and docstring; assistant: the function), and key-value retrieval made on the fly from code.
+    Held out whole: {held}; files near a held-out one were left out. How it was made: tools/train/README.md."""
     if "tokens" in trained:
-        text += f"""
-Trained for {trained["seconds"]:,.0f} s on one H200: {trained["step"]:,} steps, {trained["tokens"]:,} tokens
-({trained["tokens"] / trained["seconds"]:,.0f} a second, compilation included)"""
-        text += f", {trained['epochs_of_code']} times through the code." if "epochs_of_code" in trained else "."
+        rate = trained["tokens"] / trained["seconds"]
+        text += f""" Trained for {trained["seconds"]:,.0f} s on one H200: {trained["step"]:,} steps,
+        {trained["tokens"]:,} tokens ({rate:,.0f} a second, compilation included)."""
     if "bits_per_byte" in trained:
-        text += f"""
-The trainer's own measure of the BF16 weights over all {trained["heldout_tokens"]:,.0f} held-out tokens:
-{trained["bits_per_byte"]:.4f} bits per byte, {trained["bits_per_byte_sparse"]:.4f} with sparse attention."""
-    return text + "\n"
+        text += f""" The trainer's own measure of the BF16 weights, {trained["heldout_tokens"]:,.0f} held-out tokens:
+        {trained["bits_per_byte"]:.4f} bits per byte, {trained["bits_per_byte_sparse"]:.4f} with sparse attention."""
+    return f"## Data and training\n{paragraph(text)}\n"
 
 
 def hashes(found: Mapping[str, str]) -> str:
