@@ -1,6 +1,7 @@
 // The plain C interface of the row kernels that every family uses: products, norm, rope, router, gates, argmax.
 // Addresses are of contiguous FP32 data unless a format says otherwise; outputs belong to the caller.
 #include <algorithm>
+#include <atomic>
 
 #include "rows_dispatch.h"
 
@@ -127,6 +128,17 @@ int strata_rows_argmax(const float* logits, int64_t rows, int64_t columns, int64
 int strata_rows_function(int which, const float* x, int64_t count, float* y) {
   return strata::parallel(count, strata::kElementsOfSlice,
                           [&](long begin, long end) { strata::table().function(which, x + begin, end - begin, y + begin); });
+}
+
+// `slices` slices of `rounds` rounds of FMA over the pool; returns the multiply-adds in `done`. For benchmarks.
+int strata_rows_fma_rounds(int64_t slices, int64_t rounds, int64_t* done) {
+  std::atomic<int64_t> total{0};
+  const int status = strata::parallel(slices, 1, [&](long begin, long end) {
+    float y[3] = {0.999f, 0.001f, 0.0f};
+    for (long i = begin; i < end; i++) total += strata::table().fma_rounds(rounds, y);
+  });
+  *done = total.load();
+  return status;
 }
 }
 #pragma GCC visibility pop

@@ -158,6 +158,7 @@ struct RowsTable {
   void (*block_scores)(const float* q, int64_t rows, int64_t heads, int64_t width, const float* keys, int64_t first,
                        int64_t last, float* y, int64_t y_stride);
   void (*function)(int which, const float* x, int64_t count, float* y);
+  int64_t (*fma_rounds)(int64_t rounds, float* y);
 };
 
 extern const RowsTable rows_table_scalar;

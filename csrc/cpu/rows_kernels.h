@@ -31,5 +31,6 @@ static constexpr RowsTable make_table(const char* name) {
                    attention_fold, attention_finish, router,        silu_mul,     sigmoid_mul,   sigmoid_scale,
                    add_rows,       argmax,           stream_norm,   silu_divided, twice_sigmoid, stream_mean,
                    stream_add,     ngram_gate,       causal_conv,   unit_length,  delta_gates,   delta_columns,
-                   gated_delta,    gated_norm,       block_mean,    block_scores, function};
+                   gated_delta,    gated_norm,       block_mean,    block_scores, function,
+                   fma_rounds};
 }

@@ -169,3 +169,21 @@ static void function(int which, const float* x, int64_t count, float* y) {
     put(y + i, which == 0 ? exponential(a) : which == 1 ? sigmoid(a) : which == 2 ? silu(a) : softplus(a), n);
   });
 }
+
+// Nothing but independent FMA in registers: what the processor can do, for benchmarks. Returns the multiply-adds.
+static int64_t fma_rounds(int64_t rounds, float* y) {
+  constexpr int kChains = 12;
+  Lanes sum[kChains];
+  const Lanes a = broadcast(y[0]), b = broadcast(y[1]);
+  for (int i = 0; i < kChains; i++) sum[i] = b;
+  for (int64_t k = 0; k < rounds; k++)
+    for (int i = 0; i < kChains; i++) {
+      sum[i] = fma(a, sum[i], b);
+      hold(sum[i]);
+    }
+  for (int i = 1; i < kChains; i++) sum[0] = add(sum[0], sum[i]);
+  float lanes[kWidth];
+  store(lanes, sum[0]);
+  y[2] = lanes[0];
+  return rounds * kChains * kWidth;
+}
