@@ -22,8 +22,8 @@ from strata.checkpoint.safetensors_header import DTYPE_BITS, parse_header
 from strata.checkpoint.source_model import WeightSource
 from strata.checkpoint.weight_map import WeightEntry
 from strata.kernels.cpu.checksum import checksum
+from strata.kernels.cpu.packing import quantise
 from strata.kernels.ops import MatrixFormat
-from strata.quant.blocks import quantise
 
 __all__ = ["SCALES_SUFFIX", "SLICE_BYTES", "DenseFormats", "DensePlan", "plan_dense", "write_dense"]
 

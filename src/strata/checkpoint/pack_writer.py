@@ -45,9 +45,10 @@ from strata.checkpoint.source_model import ExpertWeights, Projection, SourceMode
 from strata.checkpoint.table_rows import TableFormat, encode_rows, row_bytes
 from strata.checkpoint.weight_map import WeightEntry, WeightMap
 from strata.errors import CheckpointError, ConfigError
+from strata.kernels.cpu import packing
 from strata.kernels.cpu.checksum import checksum
 from strata.kernels.ops import MatrixFormat
-from strata.quant.blocks import ExpertFormat, QuantisedMatrix, dequantise, quantise
+from strata.quant.blocks import ExpertFormat, QuantisedMatrix, dequantise
 from strata.quant.layout import ExpertLayout
 from strata.version import VERSION
 
@@ -272,7 +273,8 @@ class _PackWriter:
         assert self.layout is not None
         layout = self.layout
         batch = [self._read_expert(layer, expert) for layer, expert in places]
-        blobs, tensor_scales = layout.pack(
+        blobs, tensor_scales = packing.pack(
+            layout,
             _stack([one.gate for one in batch], layout.format),
             _stack([one.up for one in batch], layout.format),
             _stack([one.down for one in batch], layout.format),
@@ -292,7 +294,7 @@ def _stack(weights: list[Projection], format: ExpertFormat) -> QuantisedMatrix:
         matrices = cast(list[QuantisedMatrix], weights)
     else:
         plain = [dequantise(weight) if isinstance(weight, QuantisedMatrix) else weight for weight in weights]
-        return quantise(torch.stack(plain), format)
+        return packing.quantise(torch.stack(plain), format)
     return QuantisedMatrix(
         format,
         matrices[0].columns,

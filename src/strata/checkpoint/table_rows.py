@@ -23,7 +23,7 @@ import torch
 from strata.checkpoint.pack_checksum import row_checks
 from strata.errors import CheckpointError
 from strata.kernels.cpu.gather import TableFormat, gather_rows, table_row_bytes
-from strata.quant.blocks import quantise
+from strata.kernels.cpu.packing import quantise
 
 __all__ = ["TableFile", "TableFormat", "encode_rows", "row_bytes"]
 
