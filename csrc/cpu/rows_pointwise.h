@@ -175,12 +175,12 @@ static int64_t fma_rounds(int64_t rounds, float* y) {
   constexpr int kChains = 12;
   Lanes sum[kChains];
   const Lanes a = broadcast(y[0]), b = broadcast(y[1]);
-  for (int i = 0; i < kChains; i++) sum[i] = b;
+#pragma GCC unroll 12
+  for (int i = 0; i < kChains; i++) sum[i] = broadcast(y[1] + static_cast<float>(i));
   for (int64_t k = 0; k < rounds; k++)
-    for (int i = 0; i < kChains; i++) {
-      sum[i] = fma(a, sum[i], b);
-      hold(sum[i]);
-    }
+#pragma GCC unroll 12
+    for (int i = 0; i < kChains; i++) sum[i] = fma(sum[i], a, b);
+#pragma GCC unroll 12
   for (int i = 1; i < kChains; i++) sum[0] = add(sum[0], sum[i]);
   float lanes[kWidth];
   store(lanes, sum[0]);

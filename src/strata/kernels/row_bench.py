@@ -113,7 +113,7 @@ def bench_rows(
         )
     used = pool.configure(threads)
     ops = CpuOps()
-    memory = huge_pages(int(gib * 2**30))
+    memory = huge_pages(int(gib * 2**30) // 4096 * 4096)
     figures: dict[str, Figure] = {}
     for format in FORMATS:
         figures |= _few_rows(ops, memory, format, size, repeats)
