@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from strata.experts.policy import Swap
+from strata.experts.ring import PromptRing
 from strata.experts.system import ExpertSystem
 from strata.experts.tiers import Tier
 from strata.kernels.cpu.checksum import checksum_at
@@ -140,6 +141,21 @@ def test_what_was_streamed_ahead_for_nothing_is_counted_and_harmless(small: Smal
     opened.forward(2, 70)
     system.end_prompt()
     assert system.statistics().ring_unused == 3
+    opened.close()
+
+
+def test_what_was_queued_ahead_and_is_not_picked_is_never_loaded(small: Small) -> None:
+    pack, kernel = small
+    opened = open_system(pack, kernel, mode="resident", expert_cache=8, ring_slots=4, adapt_every=0)
+    slots = opened.system.store.slots
+    for slot in range(4):
+        slots.evict(slot)
+    ring = PromptRing(opened.system.mover, [slots.slot_address(slot) for slot in range(4)])
+    ring.want(range(16, 24))  # four are under way, four wait
+    arrived = [move.expert for batch in ring.take([17, 23]) for move in batch]
+    assert arrived == [17, 23]
+    ring.settle()
+    assert (ring.num_loads, ring.num_unused) == (5, 3)
     opened.close()
 
 

@@ -6,7 +6,6 @@ is laid out it must not know.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,11 +130,10 @@ class ExpertSource:
     @staticmethod
     def _open_once(path: Path, direct: bool) -> int | None:
         try:
-            flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
-            return os.open(path, flags | system.direct_read_flag() if direct else flags)
+            if direct:
+                return system.open_direct(path)
+            return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
         except OSError as error:
-            if direct and error.errno == errno.EINVAL:
-                return None
             raise CheckpointError(f"{path.name} cannot be opened: {error.strerror}", "restore the file") from error
 
     def _map(self, path: Path) -> system.FileMap:

@@ -38,6 +38,7 @@ __all__ = [
     "map_file",
     "map_region",
     "memory_limits",
+    "open_direct",
     "pin_rooms",
     "read_ram",
     "touch_pages",
@@ -231,6 +232,23 @@ def usable_cpus() -> int:
 def direct_read_flag() -> int:
     """The flag of ``os.open`` that reads past the page cache; offset, size and address must be whole pages."""
     return os.O_DIRECT
+
+
+def open_direct(path: Path) -> int | None:
+    """A descriptor whose reads go past the page cache; None where the file system refuses that, at once or later."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return None
+        raise
+    try:
+        with mmap.mmap(-1, PAGE_BYTES) as page:
+            os.preadv(descriptor, [page], 0)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def drop_file_cache(descriptor: int) -> None:

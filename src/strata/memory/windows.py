@@ -32,6 +32,7 @@ __all__ = [
     "map_file",
     "map_region",
     "memory_limits",
+    "open_direct",
     "pin_rooms",
     "read_ram",
     "touch_pages",
@@ -180,6 +181,11 @@ def usable_cpus() -> int:
 def direct_read_flag() -> int:
     """Unbuffered reads are no flag of the C library's open here."""
     return 0
+
+
+def open_direct(path: Path) -> int | None:
+    """None: unbuffered reads are no flag of the C library's open here."""
+    return None
 
 
 def drop_file_cache(descriptor: int) -> None:
