@@ -55,6 +55,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("verify", "strata.cli.verify", "Prove that placement never changes a token."),
     Command("bench", "strata.cli.bench", "Measure the kernels of this machine."),
     Command("plan", "strata.cli.plan", "Say what of a model would lie where on this PC, and how fast it would be."),
+    Command("doctor", "strata.cli.doctor", "Say what this machine has, what limits it, and what is missing."),
     Command("inspect", "strata.cli.inspect", "Tell what a pack or a checkpoint holds; --check reads every byte."),
     Command("pack", "strata.cli.pack", "Make a pack of a Hugging Face checkpoint."),
     Command("export", "strata.cli.export", "Turn a pack back into a Hugging Face checkpoint."),

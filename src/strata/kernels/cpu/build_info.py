@@ -1,0 +1,29 @@
+"""How the native library was compiled, as it says itself: the compiler and the flags that decide its arithmetic.
+
+Lives beside the binding because only it may call the library. It must not judge what it reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from dataclasses import dataclass
+
+from strata.kernels.cpu.library import declare
+
+__all__ = ["BuildInfo", "build_info"]
+
+
+@dataclass(frozen=True)
+class BuildInfo:
+    """``flags``: those of every file, without what chooses an instruction set."""
+
+    compiler: str
+    flags: tuple[str, ...]
+
+
+def build_info() -> BuildInfo:
+    """Raises ``EngineError`` if the library was not built."""
+    table = json.loads(declare("strata_build_info", returns=ctypes.c_char_p)())
+    flags = table["flags"]
+    return BuildInfo(str(table["compiler"]), tuple(flags.split() if isinstance(flags, str) else flags))
