@@ -44,6 +44,24 @@ def test_neighbours_go_in_one_copy(small: Small) -> None:
     opened.close()
 
 
+def test_moves_may_be_waited_for_in_any_order(small: Small) -> None:
+    """The last of six staged moves through two buffers: each buffer is taken again only after its copy."""
+    pack, kernel = small
+    late = HostFaults(refuse_one_allocation=True, refuse_at_slice=0, copies="last_moment", late_queries=9)
+    opened = open_system(pack, kernel, late, mode="resident", expert_cache=6, stager_buffers=2)
+    slots = opened.system.store.slots
+    for slot in range(6):
+        slots.evict(slot)
+    experts = [20, 3, 9, 11, 18, 7]
+    moves = opened.system.mover.load(experts, [slots.slot_address(slot) for slot in range(6)])
+    for move in moves[::-1]:
+        opened.system.mover.wait(move)
+    sums = [int(pack.checksums.ravel()[expert]) for expert in experts]
+    assert [slot_bytes(opened, slot) for slot in range(6)] == sums
+    assert opened.system.statistics().buffer_waits > 0
+    opened.close()
+
+
 def test_a_swap_is_published_in_two_steps(small: Small) -> None:
     """Promoted and victim both lie in VRAM in between; a round of the old version delays the second step."""
     pack, kernel = small
