@@ -16,7 +16,7 @@ __all__ = ["BuildInfo", "build_info"]
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """``flags``: those of every file, without what chooses an instruction set."""
+    """``flags``: those that every file was compiled with."""
 
     compiler: str
     flags: tuple[str, ...]
@@ -25,5 +25,6 @@ class BuildInfo:
 def build_info() -> BuildInfo:
     """Raises ``EngineError`` if the library was not built."""
     table = json.loads(declare("strata_build_info", returns=ctypes.c_char_p)())
-    flags = table["flags"]
-    return BuildInfo(str(table["compiler"]), tuple(flags.split() if isinstance(flags, str) else flags))
+    files = list(table["flags"].values())
+    shared = tuple(flag for flag in table["base_flags"] if all(flag in flags for flags in files))
+    return BuildInfo(str(table["compiler"]), shared)
