@@ -6,23 +6,21 @@ conversation is ``conversation.py``'s.
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from strata.cli.configure import Configure
+from strata.cli.streaming import stopped_by_ctrl_c
 from strata.errors import ConfigError, StrataError
 from strata.logs import quiet_unless_asked
 
 if TYPE_CHECKING:
     from strata.cli.chat_lines import Lines
     from strata.cli.conversation import Conversation
-    from strata.engine.cancellation import Cancellation
     from strata.text.events import AnswerEvent
 
 __all__ = ["Chat", "command"]
@@ -104,7 +102,7 @@ class Chat:
         from strata.engine.cancellation import Cancellation
 
         cancellation = Cancellation()
-        with _stopped_by_ctrl_c(cancellation):
+        with stopped_by_ctrl_c(cancellation):
             try:
                 whole = self._conversation.ask(text, self._show, cancellation)
             except KeyboardInterrupt:  # pressed twice: where the engine is, is not known, so it begins afresh
@@ -204,19 +202,3 @@ def _path(text: str) -> Path:
     if not text:
         raise ConfigError("no file was named", "/save FILE, /load FILE")
     return Path(text)
-
-
-@contextlib.contextmanager
-def _stopped_by_ctrl_c(cancellation: Cancellation) -> Iterator[None]:
-    """Ctrl-C cancels at the next safe place, so that the engine keeps what it has read; a second one interrupts."""
-
-    def stop(number: int, frame: object) -> None:
-        if cancellation.cancelled:
-            raise KeyboardInterrupt
-        cancellation.cancel()
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -5,39 +5,59 @@ Lives in ``cli``; ``run``, ``demo`` and ``chat`` share it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import signal
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from strata.text.events import ReasoningPiece, TextPiece, ToolCall
 
 if TYPE_CHECKING:
+    from strata.engine.cancellation import Cancellation
     from strata.engine.engine import Engine, Request
 
-__all__ = ["log_usage", "stream_answer"]
+__all__ = ["log_usage", "stopped_by_ctrl_c", "stream_answer"]
 
 logger = logging.getLogger(__name__)
 
 
 def stream_answer(engine: Engine, request: Request) -> int:
-    """Writes the answer to standard output piece by piece and the two lines of figures to the log. Status 0."""
-    interrupted = False
-    pieces = engine.submit(request)
-    try:
-        for piece in pieces:
+    """Writes the answer to standard output piece by piece and the two lines of figures to the log.
+
+    Status 0, or 130 when Ctrl-C ended it."""
+    from strata.engine.cancellation import Cancellation
+
+    cancellation = Cancellation()
+    with stopped_by_ctrl_c(cancellation):
+        for piece in engine.submit(request, cancellation=cancellation):
             for event in piece.events:
                 if isinstance(event, (TextPiece, ReasoningPiece)):
                     sys.stdout.write(event.text)
                 elif isinstance(event, ToolCall):
                     sys.stdout.write(f"\n[tool call {event.name} {event.arguments}]\n")
             sys.stdout.flush()
-    except KeyboardInterrupt:
-        interrupted = True
-        pieces.close()  # type: ignore[attr-defined]
     sys.stdout.write("\n")
     sys.stdout.flush()
     log_usage(engine)
-    return 130 if interrupted else 0
+    return 130 if cancellation.cancelled else 0
+
+
+@contextlib.contextmanager
+def stopped_by_ctrl_c(cancellation: Cancellation) -> Iterator[None]:
+    """Ctrl-C cancels at the next safe place, so that the engine keeps what it has read; a second one interrupts."""
+
+    def stop(number: int, frame: object) -> None:
+        if cancellation.cancelled:
+            raise KeyboardInterrupt
+        cancellation.cancel()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def log_usage(engine: Engine) -> None:

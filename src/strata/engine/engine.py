@@ -296,7 +296,8 @@ class Engine:
                 yield piece.text
 
     def sampling(self, given: Mapping[str, Any] | None = None) -> SamplingParams:
-        """``SamplingParams`` from what a request gives over the configuration's sampling options."""
+        """``SamplingParams`` from what a request gives, over the sampling options that the user set, over what the
+        checkpoint's generation_config.json recommends, over the options' defaults."""
         wanted = self.requested
         defaults: dict[str, Any] = {
             "temperature": wanted.temperature,
@@ -309,6 +310,9 @@ class Engine:
             "seed": wanted.seed,
             "max_tokens": wanted.max_tokens,
         }
+        for name, value in self.text.sampling_defaults.items():
+            if name in defaults and wanted.origin(name) == "default":
+                defaults[name] = value
         return SamplingParams.from_request(dict(given or {}), defaults)
 
     # Being looked at ---------------------------------------------------------------------------------------------
