@@ -23,7 +23,7 @@ help:
 	@echo "make test-gpu     the tests that need an NVIDIA card"
 	@echo "make test-cpu512  the tests that need AVX-512"
 	@echo "make test-windows the Windows memory calls under wine"
-	@echo "make generate     rewrite the generated pages (reference, licences) from their sources"
+	@echo "make generate     rewrite the generated pages from their sources"
 	@echo "make clean        remove what was built and installed here"
 
 run: environment native
@@ -59,6 +59,7 @@ generate: environment-all
 	@$(PY) tools/reference.py
 	@$(PY) tools/licences.py
 	@$(PY) tools/decision_index.py
+	@$(PY) tools/fits_table.py
 
 lock: environment-all
 	@$(PY) tools/lock.py
