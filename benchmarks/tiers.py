@@ -34,6 +34,7 @@ from strata.kernels.host import HostBackend
 from strata.memory.planner import GIB, plan
 from strata.memory.probe import probe_machine
 from strata.memory.requests import DeviceRoom, MemoryRequest, ModelShape, PinRequest
+from strata.memory.system import system
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BLOB_BYTES = 2_764_800
@@ -111,7 +112,7 @@ def copy_memory(nbytes: int) -> float:
     return nbytes / seconds_of(lambda: np.copyto(target, source))
 
 
-def open_system(blobs: Blobs, ram_bytes: int, **changes: object) -> ExpertSystem:
+def open_experts(blobs: Blobs, ram_bytes: int, **changes: object) -> ExpertSystem:
     shape = ModelShape("blobs", blobs.num_layers, NUM_EXPERTS, TOP_K, BLOB_BYTES, hidden=64, dense_bytes=0)
     request = MemoryRequest(
         ram_bytes=ram_bytes,
@@ -130,16 +131,16 @@ def load(blobs: Blobs, ram_bytes: int, *, warm: bool) -> float:
     if not warm:
         drop_cache(blobs.path)
     started = time.perf_counter()
-    system = open_system(blobs, ram_bytes)
+    opened = open_experts(blobs, ram_bytes)
     seconds = time.perf_counter() - started
-    system.close()
+    opened.close()
     return len(blobs.checksums) * BLOB_BYTES / seconds
 
 
 def file_tier(blobs: Blobs, ram_bytes: int, num_rounds: int) -> float:
     """Bytes a second of decode rounds in which every pick is read from the file, the cache dropped before each."""
     # With so little RAM in the plan, reads go past the page cache, as on a machine that is full.
-    small = open_system(blobs, min(ram_bytes, GIB // 2), mode="budget", budget_bytes=0, expert_cache=0)
+    small = open_experts(blobs, min(ram_bytes, GIB // 2), mode="budget", budget_bytes=0, expert_cache=0)
     random = np.random.default_rng(1)
     x, weights = torch.zeros(1, 64), torch.ones(1, TOP_K)
     seconds = 0.0
@@ -158,18 +159,20 @@ def file_tier(blobs: Blobs, ram_bytes: int, num_rounds: int) -> float:
 def measure_peak(blobs: Blobs, ram_bytes: int) -> float:
     """Peak of resident memory while loading, over what is resident once ready."""
     Path("/proc/self/clear_refs").write_text("5")
-    system = open_system(blobs, ram_bytes)
+    opened = open_experts(blobs, ram_bytes)
     lines = Path("/proc/self/status").read_text().splitlines()
     status = {name: value for name, _, value in (line.partition(":") for line in lines)}
-    system.close()
+    opened.close()
     return int(status["VmHWM"].split()[0]) / int(status["VmRSS"].split()[0])
 
 
 def run(blobs: Blobs, ram_bytes: int, repeats: int) -> dict[str, Figure]:
     nbytes = len(blobs.checksums) * BLOB_BYTES
     drive, memory, cold, warm, tier = [], [], [], [], []
-    # A virtual machine's memory exists from its first touch on, which is slow: as much as copy and page cache take.
-    np.ones(min(3 * nbytes, ram_bytes // 2), np.uint8)
+    # A virtual machine's memory exists from its first touch on, which is slow: more than copy and page cache take.
+    region = system.map_region(min(6 * nbytes, ram_bytes // 2), huge_pages=True)
+    system.touch_pages(region.address, region.nbytes)
+    region.free()
     for _ in range(repeats):  # interleaved, so that a busy moment of the machine meets all of them
         for direct in (False, True):
             drop_cache(blobs.path)
