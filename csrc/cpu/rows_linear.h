@@ -1,5 +1,5 @@
 // y = x W^T. The columns are cut into panels of kPanel; each panel is summed in the 16 lanes and their tree, and panels are
-// added in order. Two paths with the same bits: up to 3 rows stream the weights once from memory with everything in
+// added in order. Two paths with the same bits: up to 5 rows stream the weights once from memory with everything in
 // registers; more rows convert 8 outputs of a panel to FP32 in the first-level cache and run register tiles over it, so
 // that nothing but y waits between panels.
 //
@@ -126,6 +126,67 @@ static void stream(const float* x, int64_t x_stride, const WeightRows& w, int64_
   int64_t o = first;
   for (; o + N <= last; o += N) stream_tile<Row, R, N>(x, x_stride, w, o, y, y_stride);
   for (; o < last; o++) stream_tile<Row, R, 1>(x, x_stride, w, o, y, y_stride);
+}
+
+// R rows x N outputs over one panel, one Lanes of the 16 lanes after the other, so that weights are converted once and
+// sums stay in registers. `ahead` is how far on in each weight row memory is asked for the panel that comes next.
+template <class Row, int R, int N>
+static inline void stream_panel(const float* x, int64_t x_stride, const WeightRows& w, int64_t o, int64_t panel,
+                                int64_t ahead, float* y, int64_t y_stride) {
+  const int64_t end = w.columns - panel < kPanel ? w.columns : panel + kPanel;
+  const int64_t whole = panel + (end - panel) / 32 * 32;
+  Lanes sum[R][N][kParts];
+  for (int h = 0; h < kParts; h++) {
+    Row rows[N];
+    for (int n = 0; n < N; n++) rows[n] = Row(w, o + n);
+    Lanes part[R][N];
+    for (int r = 0; r < R; r++)
+      for (int n = 0; n < N; n++) part[r][n] = zero();
+    for (int64_t c = panel; c < whole; c += 32) {
+      for (int n = 0; n < N; n++) {
+        rows[n].enter(c / 32);
+        if (h == 0) rows[n].fetch(c + ahead);
+      }
+#pragma GCC unroll 2
+      for (int64_t at = c + h * kWidth; at < c + 32; at += 16) {
+        Lanes weight[N];
+        for (int n = 0; n < N; n++) weight[n] = rows[n].at(at);
+        for (int r = 0; r < R; r++) {
+          Lanes value = load(x + r * x_stride + at);
+          hold(value);
+          for (int n = 0; n < N; n++) part[r][n] = fma(value, weight[n], part[r][n]);
+        }
+      }
+    }
+    if (whole < end) {
+      for (int n = 0; n < N; n++) rows[n].enter(whole / 32);
+      for (int64_t at = whole; at < end; at += 16) {
+        const int count = static_cast<int>(end - at) - h * kWidth;
+        for (int r = 0; r < R; r++) {
+          const Lanes value = load_some(x + r * x_stride + at + h * kWidth, count);
+          for (int n = 0; n < N; n++) part[r][n] = fma(value, rows[n].some(at + h * kWidth, count), part[r][n]);
+        }
+      }
+    }
+    for (int r = 0; r < R; r++)
+      for (int n = 0; n < N; n++) sum[r][n][h] = part[r][n];
+  }
+  for (int r = 0; r < R; r++) write_sums<N>(sum[r], panel == 0, N, y + r * y_stride + o);
+}
+
+// 4 or 5 rows of x: panel by panel, so that x stays in the first level (BF16 from 6.6 to 9.2 GB/s, Q8_0 from 4.1 to 5).
+template <class Row, int R>
+static void stream_few(const float* x, int64_t x_stride, const WeightRows& w, int64_t first, int64_t last, float* y,
+                       int64_t y_stride) {
+  constexpr int N = 2;
+  for (int64_t panel = 0; panel < w.columns; panel += kPanel) {
+    int64_t o = first;
+    for (; o + N <= last; o += N) {
+      const int64_t ahead = o + 2 * N <= last ? N * w.stride : (first - o) * w.stride + kPanel;
+      stream_panel<Row, R, N>(x, x_stride, w, o, panel, ahead, y, y_stride);
+    }
+    for (; o < last; o++) stream_panel<Row, R, 1>(x, x_stride, w, o, panel, 0, y, y_stride);
+  }
 }
 
 // 8 outputs x `columns` (rounded up to 16) weights from column c as FP32; missing outputs are zero. Asks memory for the
@@ -261,6 +322,8 @@ static void linear_in(const float* x, const RowBlocks& shape, int64_t rows, cons
   if (rows == 1) return stream<Row, 1, Row::kOutputs>(x, shape.row, w, first, last, y, y_stride);
   if (rows == 2) return stream<Row, 2, 2>(x, shape.row, w, first, last, y, y_stride);
   if (rows == 3) return stream<Row, 3, 2>(x, shape.row, w, first, last, y, y_stride);
+  if (rows == 4) return stream_few<Row, 4>(x, shape.row, w, first, last, y, y_stride);
+  if (rows == 5) return stream_few<Row, 5>(x, shape.row, w, first, last, y, y_stride);
   for (int64_t block = 0; block * kBlockRows < rows; block++) {
     const int64_t t = block * kBlockRows, count = rows - t < kBlockRows ? rows - t : kBlockRows;
     panels<Row>(x + block * shape.block, shape, count, w, first, last, y + t * y_stride, y_stride);
