@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from strata.experts.policy import Swap
 from strata.experts.ring import PromptRing
@@ -15,7 +16,7 @@ from strata.experts.tiers import Tier
 from strata.kernels.cpu.checksum import checksum_at
 from strata.kernels.cpu.experts import ExpertKernel
 from strata.kernels.host import HostBackend, HostFaults
-from tests.experts.small_model import Opened, SmallPack, make_plan, open_system
+from tests.experts.small_model import Opened, SmallPack, draw_picks, make_plan, open_system
 
 Small = tuple[SmallPack, ExpertKernel]
 NEVER = 10**9
@@ -159,6 +160,25 @@ def test_what_was_streamed_ahead_for_nothing_is_counted_and_harmless(small: Smal
     opened.forward(2, 70)
     system.end_prompt()
     assert system.statistics().ring_unused == 3
+    opened.close()
+
+
+def test_a_prompt_that_is_abandoned_half_way_leaves_the_cache_whole(small: Small) -> None:
+    """The next layer is on its way into borrowed slots when the request ends: it must not arrive after the refill."""
+    pack, kernel = small
+    late = HostFaults(refuse_one_allocation=True, refuse_at_slice=0, copies="last_moment", late_queries=3)
+    opened = open_system(pack, kernel, late, mode="resident", expert_cache=16, ring_slots=16, stager_buffers=2)
+    generator = torch.Generator().manual_seed(1)
+    ids, weights = draw_picks(generator, 600, pack.num_experts)
+    opened.system.dispatcher(0, torch.randn(600, 64, generator=generator), ids, weights)
+    opened.system.end_prompt()
+    owner = opened.system.store.slots.owner
+    for slot in np.flatnonzero(owner >= 0).tolist():
+        assert slot_bytes(opened, slot) == int(pack.checksums.ravel()[owner[slot]])
+    opened.forward(2, 4)
+    for slot in np.flatnonzero(owner >= 0).tolist():
+        assert slot_bytes(opened, slot) == int(pack.checksums.ravel()[owner[slot]])
+    assert opened.system.statistics().ring_unused > 0
     opened.close()
 
 
