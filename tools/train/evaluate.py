@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from baselines import NgramModel, xz_bits_per_byte
 from data import RetrievalMaker, load_stream
 from measure import cut_at_dedent, repeats
@@ -267,6 +268,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="keep the record in OUT/<machine>/small.json")
     parser.add_argument("--machine", default="this-pc")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # the native operations have threads of their own; torch's would fight them
     sizes = QUICK if args.quick else Sizes()
     with tempfile.TemporaryDirectory() as scratch:
         packs = make_packs(args.checkpoint, args.packs or Path(scratch))

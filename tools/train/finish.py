@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from card import render_card
 from data import load_stream
 from evaluate import QUICK, Evaluation, Sizes, checkpoint_sha256, make_packs, table, to_record
@@ -112,6 +113,7 @@ def main() -> None:
     parser.add_argument("--keep-record", action="store_true")
     parser.add_argument("--quick", action="store_true", help="a rehearsal: measures almost nothing")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # the native operations have threads of their own; torch's would fight them
     with tempfile.TemporaryDirectory() as scratch:
         args.packs = args.packs or Path(scratch)
         args.packs.mkdir(parents=True, exist_ok=True)
