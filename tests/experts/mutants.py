@@ -117,7 +117,7 @@ MUTANTS: tuple[tuple[str, str, str], ...] = (
     ("experts/system.py", "keep=set(self.swaps.spares)", "keep=set()"),
     ("memory/page_lock.py", "first = -(-part.offset // stride)", "first = part.offset // stride"),
     ("memory/page_lock.py", "(part.offset + part.nbytes) // stride)", "-(-(part.offset + part.nbytes) // stride))"),
-    ("memory/page_lock.py", "begin = max(begin, last_end)", "begin = begin"),
+    ("memory/page_lock.py", "if start == first else start * stride // page * page", "if True else 0"),
     (
         "memory/page_lock.py",
         "len(granted), len(cuts), refusal)\n            break",

@@ -182,6 +182,7 @@ def test_random_operations(small: tuple[SmallPack, ExpertKernel], mode: str, fau
             opened.system.end_prompt()
             driver.finish()
             statistics = opened.system.statistics()
+            assert opened.backend.statistics().pageable_copies == 0  # the device never copies ordinary memory itself
             assert statistics.swaps > 10
             assert statistics.ring_loads > 10
             assert statistics.slots_refilled > 10

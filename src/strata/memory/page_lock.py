@@ -198,7 +198,6 @@ def cut_slices(
     aligned = page // math.gcd(stride, page)  # every so many experts, one starts at a page boundary
     step = max(1, step // aligned * aligned) if step >= aligned else step
     cuts = []
-    last_end = 0
     for first, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         for start in range(first, end, step):
             stop = min(end, start + step)
@@ -206,10 +205,8 @@ def cut_slices(
             finish = stop * stride // page * page
             if stop == num_places:
                 finish = -(-stop * stride // page) * page  # the region ends with a whole page
-            begin = max(begin, last_end)
             if finish > begin:
                 cuts.append((begin, finish - begin))
-                last_end = finish
     return cuts
 
 
