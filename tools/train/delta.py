@@ -32,7 +32,7 @@ def unit_lower_inverse(a: torch.Tensor) -> torch.Tensor:
     The inverse of [[P, 0], [C, Q]] is [[P', 0], [-Q' C P', Q']]: with X the inverse of the diagonal blocks, the
     inverse of blocks twice as wide is X - X (C) X, as stable as substitution because no power of ``a`` is formed.
     """
-    size = a.shape[-1]
+    size, a = a.shape[-1], a.contiguous()
     x = torch.eye(size, device=a.device) - a * _level_mask(size, 1, a.device)
     block = 2
     while block < size:
@@ -61,7 +61,8 @@ unit_lower_inverse.register_autograd(_inverse_backward, setup_context=_inverse_s
 @torch.library.custom_op("strata_train::chunk_states", mutates_args=())
 def chunk_states(m: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """s_MNDV, the state before each chunk: s[0] = 0, s[c+1] = m[c] s[c] + u[c]. FP32."""
-    states = torch.empty_like(u, memory_format=torch.contiguous_format)
+    m, u = m.contiguous(), u.contiguous()
+    states = torch.empty_like(u)
     states[0].zero_()
     for c in range(u.shape[0] - 1):
         torch.baddbmm(u[c], m[c], states[c], out=states[c + 1])
@@ -76,7 +77,8 @@ def _(m: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("strata_train::chunk_states_backward", mutates_args=())
 def chunk_states_backward(m: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """t[c], the gradient that reaches the state before chunk c: t[c] = grad[c] + m[c]^T t[c+1]."""
-    total = torch.empty_like(grad, memory_format=torch.contiguous_format)
+    m, grad = m.contiguous(), grad.contiguous()
+    total = torch.empty_like(grad)
     total[-1].copy_(grad[-1])
     for c in range(grad.shape[0] - 2, -1, -1):
         torch.baddbmm(grad[c], m[c].mT, total[c + 1], out=total[c])
@@ -94,7 +96,7 @@ def _states_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _states_backward(ctx, grad):  # type: ignore[no-untyped-def]
     m, states = ctx.saved_tensors
-    after = torch.cat((chunk_states_backward(m, grad.contiguous())[1:], torch.zeros_like(grad[:1])))
+    after = torch.cat((chunk_states_backward(m, grad)[1:], torch.zeros_like(grad[:1])))
     return after @ states.mT, after
 
 
@@ -116,9 +118,10 @@ def gated_delta(
 
     q, k = (chunks(x.repeat_interleave(repeats, dim=2)) for x in (q_BTGD, k_BTGD))
     v, beta, g = chunks(v_BTNV), chunks(beta_BTN.unsqueeze(-1)), chunks(g_BTN.unsqueeze(-1)).squeeze(-1)
-    decay = g.cumsum(-1)
     index = torch.arange(CHUNK, device=v.device)
     seen_mask = index[:, None] >= index[None, :]
+    # A masked sum, not a scan: both ways it is a plain reduction, and a wrong decay would hide behind the output norm.
+    decay = (g.unsqueeze(-2) * seen_mask).sum(-1)
     between = torch.where(seen_mask, decay[..., :, None] - decay[..., None, :], float("-inf")).exp()
     strict = (index[:, None] > index[None, :]).to(v.dtype)
     inverse = unit_lower_inverse((beta * k) @ k.mT * between * strict)

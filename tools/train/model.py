@@ -16,10 +16,13 @@ from typing import Any
 
 import torch
 from delta import depthwise_causal, gated_delta
+from grouped import grouped_experts
 from torch import nn
 from torch.nn import functional as F
 
 from strata.layers.ngram_hash import NgramHash
+
+BALANCE_WEIGHT = 0.01  # of each layer
 
 __all__ = ["Config", "Outputs", "TrainModel"]
 
@@ -151,6 +154,14 @@ def rotate(x_BTND: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> 
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x_BTND.dtype)
 
 
+def rooted(match: torch.Tensor) -> torch.Tensor:
+    """sign(m) sqrt(|m|), |m| no smaller than 1e-6. Its slope has no bound at zero, where rounding decides m's sign, so
+    below 0.01 the gradient takes the slope at 0.01."""
+    value = match.sign() * match.abs().clamp_min(1e-6).sqrt()
+    slope = 0.5 * match.detach().abs().clamp_min(0.01).rsqrt()
+    return value.detach() + (match - match.detach()) * slope
+
+
 class Weight(nn.Module):
     """Holds one parameter called ``weight``, so that names are those of the checkpoint."""
 
@@ -271,11 +282,18 @@ class Attention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(y_BTH, the indexer's loss on the rows ``picked_R``)."""
         q, k, v, gate = self._project(u, cos, sin)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        o = self._attend(q, k, v)
         y = F.linear(o.transpose(1, 2).flatten(2) * gate.sigmoid(), self.o_proj.weight)
         with torch.no_grad():
             mass = self._mass(q.detach(), k.detach(), picked_R)
         return y, self._distil(u.detach(), mass, cos, sin, picked_R)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """o_BNTD; heads are spread first, because that is the form that every attention kernel takes."""
+        k, v = (x.repeat_interleave(self.c.heads // self.c.kv_heads, dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None)
 
     def _mass(self, q: torch.Tensor, k: torch.Tensor, picked_R: torch.Tensor) -> torch.Tensor:
         """mass_BRJ: attention of the picked rows, averaged over heads, summed by complete block, normalised."""
@@ -319,7 +337,7 @@ class Attention(nn.Module):
         causal = rows[None, :] <= rows[:, None]
         seen = (seen | (rows[None, :] >= tail[:, None])) & causal
         q, k, v, gate = self._project(u, cos, sin)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.unsqueeze(1), enable_gqa=True)
+        o = self._attend(q, k, v, seen.unsqueeze(1))
         return F.linear(o.transpose(1, 2).flatten(2) * gate.sigmoid(), self.o_proj.weight)
 
 
@@ -339,8 +357,9 @@ class Shared(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """All experts as two wide products with the unpicked ones weighted zero: 24 small experts are cheaper so on
-    tensor cores than sorting rows by expert (probe.py measures both)."""
+    """Experts as products over rows sorted by expert (``grouped``), or all of them as two wide products with the
+    unpicked ones weighted zero. The wide form is exact in FP32 and the reference of the grouped one, which takes a
+    third of its time on a GPU (probe.py measures both)."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -349,9 +368,10 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(c)
         self.shared_expert = Shared(c)
         self.shared_expert_gate = Weight(1, c.hidden)
+        self.grouped = False
 
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(weights_BTE with zeros where not picked, the balance loss, picks of each expert as shares)."""
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(weights_BTE with zeros where not picked, picked_BTK, the balance loss, picks of each expert as shares)."""
         with torch.autocast(x.device.type, enabled=False):
             probabilities = F.linear(x.float(), self.gate.weight).softmax(-1)
         picked = probabilities.detach().topk(self.c.top_k, dim=-1).indices
@@ -360,18 +380,27 @@ class MixtureOfExperts(nn.Module):
         weights = weights / weights.sum(-1, keepdim=True)
         share = mask.mean((0, 1)) / self.c.top_k
         balance = self.c.experts * (share * probabilities.mean((0, 1))).sum()
-        return weights, balance, share
+        return weights, picked, balance, share
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        weights, balance, share = self.route(x)
-        gate_up = F.linear(x, self.experts.gate_up_proj.flatten(0, 1)).unflatten(-1, (self.c.experts, 2, -1))
-        gate, up = gate_up.unbind(-2)
-        inner = F.silu(gate) * up * weights.to(gate.dtype).unsqueeze(-1)
-        y = F.linear(inner.flatten(-2), self.experts.down_proj.permute(1, 0, 2).flatten(1))
+        weights, picked, balance, share = self.route(x)
+        e = self.experts
+        if self.grouped:
+            chosen = weights.gather(-1, picked).flatten(0, 1)
+            low = (t.bfloat16() for t in (e.gate_up_proj, e.down_proj))
+            y = grouped_experts(x.bfloat16().flatten(0, 1), picked.flatten(0, 1), chosen, *low).view_as(x)
+        else:
+            y = self._wide(x, weights)
         s = self.shared_expert
         inner = F.silu(F.linear(x, s.gate_proj.weight)) * F.linear(x, s.up_proj.weight)
         shared = F.linear(x, self.shared_expert_gate.weight).sigmoid() * F.linear(inner, s.down_proj.weight)
         return y + shared, balance, share
+
+    def _wide(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gate_up = F.linear(x, self.experts.gate_up_proj.flatten(0, 1)).unflatten(-1, (self.c.experts, 2, -1))
+        gate, up = gate_up.unbind(-2)
+        inner = F.silu(gate) * up * weights.to(gate.dtype).unsqueeze(-1)
+        return F.linear(inner.flatten(-2), self.experts.down_proj.permute(1, 0, 2).flatten(1))
 
 
 class Ple(nn.Module):
@@ -414,8 +443,7 @@ class Ple(nn.Module):
         value = F.linear(embedded, self.value_proj.weight).float()
         query = rms(x_BTSH.float(), self.norm_query.weight.view(shape), c.eps)
         match = (key * query).sum(-1, keepdim=True) / math.sqrt(c.hidden)
-        match = match.sign() * match.abs().clamp_min(1e-6).sqrt()
-        gated = match.sigmoid() * value.unsqueeze(2)
+        gated = rooted(match).sigmoid() * value.unsqueeze(2)
         normed = rms(gated, self.norm_conv.weight.view(shape), c.eps).flatten(2)
         spread = depthwise_causal(normed, self.conv1d.weight.squeeze(1), dilation=3).unflatten(-1, shape)
         return x_BTSH + gated + spread
@@ -542,10 +570,22 @@ class TrainModel(nn.Module):
     def compile_blocks(self) -> None:
         """Compiles each kind of block once (parameters are inputs, so equal blocks share their code)."""
         torch._dynamo.config.cache_size_limit = 64
-        for layer in [*self.layers, *self.mtp.layers]:
-            layer.compile(dynamic=False)
-        self.layers[1].ple.compile(dynamic=False)
+        for block in [*self.layers, *self.mtp.layers, self.layers[1].ple]:
+            block.compile(dynamic=False)
         self.cross_entropy = torch.compile(self.cross_entropy, dynamic=False)  # type: ignore[method-assign]
+
+    def group_experts(self, grouped: bool) -> None:
+        for layer in [*self.layers, *self.mtp.layers]:
+            layer.mlp.grouped = grouped
+
+    def leave_uncompiled(self, kind: str) -> None:
+        """Takes one of the kinds that agree.py names out of compilation."""
+        if kind == "head":
+            self.__dict__.pop("cross_entropy", None)
+        blocks = [self.layers[1].ple] if kind == "ngram" else [*self.layers, *self.mtp.layers]
+        for block in blocks:
+            if kind == "ngram" or (kind != "head" and block.attention == (kind == "attention")):
+                block._compiled_call_impl = None
 
     def hidden(
         self, ids_BT: torch.Tensor, picked_R: torch.Tensor, sparse: bool = False
@@ -589,6 +629,6 @@ class TrainModel(nn.Module):
         facts.append(fact)
         balance = torch.stack([f[0] for f in facts]).mean()
         distil = torch.stack([f[1] for f in facts]).sum()
-        loss = main + draft_weight * draft + 0.01 * balance + 0.1 * distil
+        loss = main + draft_weight * draft + BALANCE_WEIGHT * len(facts) * balance + 0.1 * distil
         return Outputs(loss, main.detach(), draft.detach(), balance.detach(), distil.detach(),
                        torch.stack([f[2] for f in facts]).detach())  # fmt: skip

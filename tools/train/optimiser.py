@@ -17,6 +17,7 @@ __all__ = ["Optimiser"]
 
 MUON_RATE = 0.012
 ADAM_RATE = 3e-3
+ROUTER_RATE = 1e-3  # routers that move faster than their experts collapse
 MOMENTUM = 0.95
 MATRIX_DECAY = 0.02
 _THIN = ("gate.weight", "block_inject_weight.weight", "in_proj_a.weight", "in_proj_b.weight", "conv1d.weight")
@@ -30,10 +31,10 @@ def is_matrix(name: str, parameter: torch.Tensor) -> bool:
 
 def orthogonalise(g: torch.Tensor) -> torch.Tensor:
     """About U V^T of each matrix of a stack, by five quintic Newton-Schulz steps (coefficients: Jordan, 2024)."""
-    x = g.bfloat16() if g.is_cuda else g
-    turned = x.shape[-2] > x.shape[-1]
-    x = x.mT if turned else x
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    turned = g.shape[-2] > g.shape[-1]
+    x = g.mT if turned else g
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-30)  # no floor that a clipped gradient could reach
+    x = x.bfloat16() if x.is_cuda else x
     for _ in range(5):
         a = x @ x.mT
         x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
@@ -47,10 +48,13 @@ class Optimiser:
         self.groups: dict[tuple[bool, tuple[int, ...]], list[nn.Parameter]] = defaultdict(list)
         others: list[nn.Parameter] = []
         decayed: list[nn.Parameter] = []
+        routers: list[nn.Parameter] = []
         self.parameters = list(model.parameters())
         for name, p in model.named_parameters():
             if is_matrix(name, p):
                 self.groups[(name.endswith("gate_up_proj"), tuple(p.shape))].append(p)  # gate and up are two matrices
+            elif name.endswith("mlp.gate.weight"):
+                routers.append(p)
             elif name.endswith(_TABLES):
                 decayed.append(p)
             else:
@@ -58,7 +62,11 @@ class Optimiser:
         self.momenta = {key: torch.zeros(len(ps), *key[1], device=ps[0].device) for key, ps in self.groups.items()}
         fused = self.parameters[0].is_cuda
         self.adam = torch.optim.AdamW(
-            [{"params": others, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.01}],
+            [
+                {"params": others, "weight_decay": 0.0},
+                {"params": decayed, "weight_decay": 0.01},
+                {"params": routers, "weight_decay": 0.0},
+            ],
             lr=ADAM_RATE,
             betas=(0.9, 0.95),
             eps=1e-10,
@@ -71,8 +79,8 @@ class Optimiser:
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
-        for group in self.adam.param_groups:
-            group["lr"] = ADAM_RATE * scale
+        for group, rate in zip(self.adam.param_groups, (ADAM_RATE, ADAM_RATE, ROUTER_RATE), strict=True):
+            group["lr"] = rate * scale
         self.adam.step()
         for (halves, shape), parameters in self.groups.items():
             self._muon(self.momenta[halves, shape], parameters, halves, MUON_RATE * scale)

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from grouped import grouped_experts
 from model import TrainModel
 from torch.profiler import ProfilerActivity, profile
 from train import Trainer
@@ -40,22 +39,15 @@ def say(**facts: object) -> None:
 
 def experts_both_ways(model: TrainModel, rows: int, length: int) -> None:
     moe = model.layers[0].mlp
+    trained = moe.grouped
     x = torch.randn(rows, length, model.c.hidden, device="cuda", requires_grad=True)
 
-    def wide() -> torch.Tensor:
+    def work() -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
             return moe(x.bfloat16())[0]
 
-    def grouped() -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            weights, _, _ = moe.route(x.bfloat16())
-            picked, ids = weights.flatten(0, 1).topk(model.c.top_k, dim=-1)
-            e = moe.experts
-            return grouped_experts(
-                x.bfloat16().flatten(0, 1), ids, picked, e.gate_up_proj.bfloat16(), e.down_proj.bfloat16()
-            )
-
-    for name, work in (("wide", wide), ("grouped", grouped)):
+    for name in ("wide", "grouped"):
+        moe.grouped = name == "grouped"
         call = torch.compile(work, dynamic=False)
         try:
             taken = milliseconds(lambda call=call: call().float().sum().backward())
@@ -63,6 +55,7 @@ def experts_both_ways(model: TrainModel, rows: int, length: int) -> None:
             say(experts=name, error=str(error)[:500])
         else:
             say(experts=name, ms=taken)
+    moe.grouped = trained
 
 
 def kernels(trainer: Trainer, form: str) -> None:

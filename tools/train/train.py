@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import agree
 import numpy as np
 import torch
 from checkpoint import config_of, export, import_weights
@@ -32,6 +33,12 @@ from tokenizers import Tokenizer
 WARM_STEPS = 30
 DECAY_SHARE = 0.35
 DRAFT_WEIGHT = 0.3
+START = time.perf_counter()  # near enough the process's: --wall counts from here
+GUARDED_STEPS = 300
+GONE_WRONG = 3  # the exit status of a run that _guard ended
+LARGEST_NORM = 50.0
+LARGEST_BALANCE = 1.5
+JUDGED_STEP, JUDGED_LOSS = 150, 5.5  # a model that only knows how frequent tokens are stays near 6.8
 INDEX_ROWS = 16  # one row in sixteen teaches the index, another one each step
 
 TINY: dict[str, Any] = {
@@ -82,6 +89,7 @@ class Trainer:
         self.args = args
         self.device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
         torch.set_float32_matmul_precision("high")
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients are not deterministic, flash attention's are
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
         meta = json.loads((args.tokens / "meta.json").read_text())
@@ -102,8 +110,34 @@ class Trainer:
         self.batches = Batches(args.tokens, args.rows, self.length, args.seed, self.device)
         self.meta = meta
         self.log: list[dict[str, Any]] = []
-        if self.device.type == "cuda" and not args.eager:
+        self.low = self.device.type == "cuda"
+        self.model.group_experts(self.low and not args.wide)
+        if args.compiled:
             self.model.compile_blocks()
+        if args.guard:
+            self._agree()
+
+    def _agree(self) -> None:
+        """Compares gradients of every kind of block and takes remedies: what both kinds of layer have wrong is laid to
+        the grouped experts, what one kind has wrong to its compilation, what stays wrong to TF32."""
+        picked = torch.arange(0, self.length, INDEX_ROWS, device=self.device)
+        start, window = time.perf_counter(), self.batches.batch(self.progress.step)
+        for form in ("as trained", "first remedy", "second remedy", "FP32 products"):
+            answers = agree.compare(self.model, window, picked, self.low)
+            for a in answers:
+                print(json.dumps({"form": form} | vars(a) | {"good": a.good}), flush=True)
+            wrong = {a.kind for a in answers if not a.good}
+            if not wrong:
+                print(json.dumps({"agree_seconds": round(time.perf_counter() - start, 1)}), flush=True)
+                return
+            if self.model.layers[0].mlp.grouped and wrong >= {"delta", "attention"}:
+                self.model.group_experts(False)
+                wrong -= {"delta", "attention"}
+            elif form == "second remedy":
+                torch.set_float32_matmul_precision("highest")
+            for kind in wrong:
+                self.model.leave_uncompiled(kind)
+        sys.exit("gradients are wrong in every form: nothing was trained")
 
     def _load(self, path: Path) -> None:
         state = torch.load(path, map_location=self.device, weights_only=True)
@@ -125,11 +159,11 @@ class Trainer:
         """One step; its figures stay on the device."""
         p = self.progress
         picked = torch.arange(p.step % INDEX_ROWS, self.length, INDEX_ROWS, device=self.device)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.low):
             out = self.model(self.batches.batch(p.step), picked, DRAFT_WEIGHT)
         out.loss.backward()
         norm = self.optimiser.clip(1.0)
-        self.optimiser.step(rate_scale(p.step, p.seconds, self.args.total_seconds))
+        self.optimiser.step(self.args.rate * rate_scale(p.step, p.seconds, self.args.total_seconds))
         p.step += 1
         p.tokens += self.args.rows * self.length
         uniform = out.shares_LE * self.model.c.experts
@@ -149,7 +183,11 @@ class Trainer:
         before = p.seconds
         pending: list[tuple[int, float, dict[str, torch.Tensor]]] = []
         mark_time, mark_tokens = start, p.tokens
-        while time.perf_counter() - start < args.seconds and (args.steps is None or p.step < args.steps):
+        end = min(start + args.seconds, START + args.wall)
+        if args.last:
+            args.total_seconds = before + end - start
+        kept = start
+        while time.perf_counter() < end and (args.steps is None or p.step < args.steps):
             figures = self.step()
             pending.append((p.step, p.seconds, figures))
             if p.step % 10 == 0 or p.step == 1:
@@ -159,6 +197,10 @@ class Trainer:
                 mark_time, mark_tokens = now, p.tokens
                 self._flush(pending, rate)
                 p.seconds = before + now - start
+                if now - kept > args.keep_every:
+                    kept = now
+                    self.save()
+                    export(self.model, args.out)
         synchronise(self.device)
         self._flush(pending, 0.0)
         p.seconds = before + time.perf_counter() - start
@@ -169,10 +211,38 @@ class Trainer:
             if not math.isfinite(entry["main"]):
                 sys.exit(f"the loss of step {step} is not finite")
             self.log.append(entry)
+            if self.args.guard:
+                self._guard()
             if step <= 20 or step % 50 == 0:
                 entry["tokens_per_second"] = round(rate)
                 print(json.dumps(entry), flush=True)
         pending.clear()
+
+    def _guard(self) -> None:
+        """Ends a run that has gone wrong, by the means of its last ten steps."""
+        recent = self.log[-10:]
+        step = recent[-1]["step"]
+        if len(recent) < 10 or step > GUARDED_STEPS:
+            return
+        means = {k: sum(e[k] for e in recent) / 10 for k in ("norm", "balance", "main")}
+        bounds = {"norm": LARGEST_NORM, "balance": LARGEST_BALANCE}
+        if step >= JUDGED_STEP:
+            bounds["main"] = JUDGED_LOSS
+        for name, bound in bounds.items():
+            if not means[name] <= bound:
+                print(f"stopped at step {step}: {name} is {means[name]:.3f}, more than {bound}", flush=True)
+                self._blame()
+                sys.exit(GONE_WRONG)
+
+    def _blame(self) -> None:
+        """Prints which tensors have the largest gradients on the next batch."""
+        picked = torch.arange(0, self.length, INDEX_ROWS, device=self.device)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.low):
+            out = self.model(self.batches.batch(self.progress.step), picked, DRAFT_WEIGHT)
+        out.loss.backward()
+        found = {name: float(p.grad.norm()) for name, p in self.model.named_parameters() if p.grad is not None}
+        for name in sorted(found, key=lambda n: -found[n])[:12]:
+            print(json.dumps({"tensor": name, "norm": found[name]}), flush=True)
 
     def finish(self) -> None:
         """Saves, exports, evaluates, plots."""
@@ -184,7 +254,6 @@ class Trainer:
             file.writelines(json.dumps(e) + "\n" for e in self.log)
         log = [json.loads(line) for line in (args.state / "log.jsonl").read_text().splitlines()]
         (args.out / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in log))
-        plot(log, args.out / "loss.png")
         figures: dict[str, Any] = vars(self.progress) | {
             "parameters": sum(q.numel() for q in self.model.parameters()),
             "epochs_of_code": round(self.batches.epochs(self.progress.step), 2),
@@ -202,6 +271,7 @@ class Trainer:
             figures |= measure()
             print(json.dumps(figures | {"sha256": None}), f"{time.perf_counter() - start:.1f} s", flush=True)
             (args.out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+        plot(log, args.out / "loss.png")
 
 
 def plot(log: list[dict[str, Any]], path: Path) -> None:
@@ -242,10 +312,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--eval-windows", type=int, help="held-out windows to measure (default: all)")
     parser.add_argument("--generate", action="store_true", help="measure completions and chats too")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of both learning rates")
     parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--wide", action="store_true", help="experts as wide products on a GPU too")
+    parser.add_argument("--guard", action="store_true", help="compare gradients first; stop a run that goes wrong")
+    parser.add_argument("--wall", type=float, default=math.inf, help="stop training this long after the start")
+    parser.add_argument("--last", action="store_true", help="the decay ends with this part, whatever --total-seconds")
+    parser.add_argument("--keep-every", type=float, default=120.0, help="seconds between checkpoints")
     parser.add_argument("--tiny", action="store_true", help="a model a tenth as large, for a rehearsal")
     parser.add_argument("--cpu", action="store_true")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.compiled = torch.cuda.is_available() and not args.eager and not args.cpu
+    return args
 
 
 def main() -> None:
