@@ -140,7 +140,7 @@ def load(blobs: Blobs, ram_bytes: int, *, warm: bool) -> float:
 def file_tier(blobs: Blobs, ram_bytes: int, num_rounds: int) -> float:
     """Bytes a second of decode rounds in which every pick is read from the file, the cache dropped before each."""
     # With so little RAM in the plan, reads go past the page cache, as on a machine that is full.
-    small = open_experts(blobs, min(ram_bytes, GIB // 2), mode="budget", budget_bytes=0, expert_cache=0)
+    small = open_experts(blobs, min(ram_bytes, GIB // 4), mode="budget", budget_bytes=0, expert_cache=0)
     random = np.random.default_rng(1)
     x, weights = torch.zeros(1, 64), torch.ones(1, TOP_K)
     seconds = 0.0
