@@ -13,6 +13,7 @@ from strata.engine.arms import Arm, all_arms, demo_arms, run_arm, self_tests
 from strata.engine.identity import Script, Transcript, compare
 from strata.engine.models import OpenModel, open_model
 from strata.engine.proof import Proof
+from strata.errors import ConfigError, MemoryPlanError
 
 SCRIPT = Script((1, 7, 130), 12)
 REQUESTED = dataclasses.replace(Requested(), ram_gib=1.0, resident_headroom_gib=0.0)
@@ -40,7 +41,7 @@ def test_the_built_in_model_is_identical_in_the_demo() -> None:
 def test_every_fault_is_found() -> None:
     with Proof.open(REQUESTED, (1, 300), 16) as proof:
         results = list(proof.self_tests())
-    assert len(results) == 6
+    assert len(results) == 7
     for result in results:
         assert result.good, result.verdict
         assert result.verdict.startswith("found: arm"), result.verdict
@@ -56,9 +57,23 @@ def test_an_arm_whose_mechanism_did_not_occur_is_an_error(model: OpenModel) -> N
 
 def test_an_arm_that_cannot_be_loaded_is_an_error(model: OpenModel) -> None:
     hopeless = dataclasses.replace(REQUESTED, ram_gib=0.0001)
-    result = run_arm(model, hopeless, all_arms(model)[0], SCRIPT, reference=None)
+    reference = run_arm(model, REQUESTED, all_arms(model)[0], SCRIPT, reference=None).transcript
+    result = run_arm(model, hopeless, all_arms(model)[1], SCRIPT, reference=reference)
     assert not result.good
     assert "too few" in result.verdict
+    with pytest.raises(MemoryPlanError, match="too few"):
+        run_arm(model, hopeless, all_arms(model)[0], SCRIPT, reference=None)
+
+
+def test_lengths_are_cut_to_the_context_and_given_ones_refused(packs: dict[str, Path]) -> None:
+    requested = dataclasses.replace(REQUESTED, model=str(packs["default"]))
+    with Proof.open(requested, None, 12) as proof:
+        assert proof.prompt_lengths == (1, 7, 300, 1008)
+    with (
+        pytest.raises(ConfigError, match=r"2,000 and 12 tokens do not fit a context of 1,024"),
+        Proof.open(requested, (2000,), 12),
+    ):
+        pass
 
 
 def test_a_difference_is_placed() -> None:
@@ -72,4 +87,4 @@ def test_arms_have_names_of_their_own(model: OpenModel) -> None:
     names = [arm.name for arm in all_arms(model)]
     assert len(set(names)) == len(names)
     assert len(demo_arms(model, 100)) == 4
-    assert len(self_tests(model)) == 6
+    assert len(self_tests(model)) == 7

@@ -17,16 +17,10 @@ from strata.option_values import whole
 if TYPE_CHECKING:
     from strata.engine.identity import ArmResult
 
-COUNTERS = (
-    "hits",
-    "misses_pinned",
-    "misses_pageable",
-    "misses_mapped",
-    "misses_file",
-    "ring_loads",
-    "swaps",
-    "buffer_waits",
-)
+MISSES = ("misses_pinned", "misses_pageable", "misses_mapped", "misses_file")
+MOVED = ("direct_bytes", "staged_bytes", "file_bytes", "saved_bytes")
+COUNTERS = ("page_lock_path", "hits", *MISSES, "alias_picks", *MOVED, "ring_loads", "swaps", "buffer_waits")
+HEADER = f"{'arm':34} {'logits':12} {'tokens':8} {'time':>8}  verdict, and what the arm did"
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -40,7 +34,9 @@ def command(
         bool, typer.Option("--self-test", help="Plant faults and see that each is found, instead of the arms.")
     ] = False,
     arm: Annotated[list[str] | None, typer.Option("--arm", help="Only arms whose name holds this text.")] = None,
-    prompts: Annotated[str, typer.Option(metavar="N,N,...", help="Prompt lengths in tokens.")] = "1,7,300,2048",
+    prompts: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Prompt lengths in tokens. Default 1,7,300,2048 as they fit.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=4, help="Tokens decoded after each prompt.")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line an arm instead of a table.")] = False,
 ) -> int:
@@ -50,22 +46,42 @@ def command(
     from strata.errors import ConfigError
 
     try:
-        lengths = parse_lengths(prompts)
+        lengths = None if prompts is None else parse_lengths(prompts)
     except ValueError as error:
         raise ConfigError(f"--prompts {prompts!r} cannot be taken", f"give numbers of tokens, each {error}") from None
+    if self_test and arm:
+        raise ConfigError("--self-test has its own arms", "leave --arm out")
     quiet_unless_asked(requested)
     with Proof.open(requested, lengths, tokens) as proof:
+        if not as_json:
+            shown = ", ".join(f"{length:,}" for length in proof.prompt_lengths)
+            print(f"sha256 of all logits and of all tokens; prompts of {shown} tokens, {tokens} decoded after each")
+            print(HEADER)
         results = []
-        rows = proof.self_tests() if self_test else proof.arms(arm or [])
-        for result in rows:
+        for result in proof.self_tests() if self_test else proof.arms(arm or []):
             results.append(result)
             print(json.dumps(as_row(result)) if as_json else format_row(result), flush=True)
-    good = all(result.good for result in results) and bool(results)
-    if not results:
-        raise ConfigError(f"no arm is called {' or '.join(arm or [])}", f"arms: {', '.join(proof.arm_names)}")
-    words = ("every fault was found", "a fault was MISSED") if self_test else ("identical", "NOT identical")
-    print(json.dumps({"good": good, "rows": len(results)}) if as_json else words[0 if good else 1])
+        if not results:
+            names = ", ".join(f"'{name}'" for name in proof.arm_names)
+            raise ConfigError(f"no arm is called {' or '.join(arm or [])}", f"arms: {names}")
+    good = all(result.good for result in results)
+    if as_json:
+        print(json.dumps({"good": good, "rows": len(results)}))
+    else:
+        print(last_line(results, self_test))
     return 0 if good else 1
+
+
+def last_line(results: list[ArmResult], self_test: bool) -> str:
+    """The verdict over all rows, and the way out where the run proved nothing."""
+    if self_test:
+        return "every fault was found" if all(result.good for result in results) else "a fault was MISSED"
+    if any(result.difference for result in results):
+        return "NOT identical"
+    idle = [result.name for result in results if not result.good]
+    if idle:
+        return f"not proved: {', '.join(idle)} did not do what they are for (longer --prompts exercise streaming)"
+    return "identical"
 
 
 def as_row(result: ArmResult) -> dict[str, object]:
@@ -80,7 +96,7 @@ def as_row(result: ArmResult) -> dict[str, object]:
 def format_row(result: ArmResult) -> str:
     """Arm, digests, counters that moved, verdict: one line."""
     transcript = result.transcript
-    digests = f"{transcript.sha256[:12]} {transcript.tokens_sha256[:8]}" if transcript else " " * 21
+    digests = f"{transcript.sha256[:12]} {transcript.tokens_sha256[:8]}" if transcript else f"{'-':21}"
     moved = " ".join(f"{name}={result.counters[name]:,}" for name in COUNTERS if result.counters.get(name))
     seconds = f"{transcript.seconds:6.1f} s" if transcript else " " * 8
     return f"{result.name:34} {digests} {seconds}  {result.verdict:12} {moved}"

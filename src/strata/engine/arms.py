@@ -26,12 +26,14 @@ from strata.stats import difference
 
 __all__ = ["Arm", "SelfTest", "all_arms", "demo_arms", "run_arm", "run_arms", "self_tests"]
 
+PATH_1, PATH_2, PATH_3 = (f"page_lock_path = {path}" for path in (1, 2, 3))
 SOUND = HostFaults()  # a device that does nothing wrong
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One placement. ``options`` are fields of ``Requested``; ``must`` are counters that have to have moved."""
+    """One placement. ``options`` are fields of ``Requested``; ``must`` are conditions on the run's counters, each a
+    counter that has to have moved (``hits``) or a comparison (``page_lock_path = 2``, ``alias_picks < hits``)."""
 
     name: str
     options: Mapping[str, object]
@@ -89,7 +91,7 @@ def all_arms(model: OpenModel) -> list[Arm]:
     budget_gib = sizes.copy_bytes(0.5) / 2**30
     return [
         Arm("all in VRAM", {"expert_cache": total, "resident_experts": True}, ("hits",)),
-        Arm("CPU only", {"expert_cache": 0, "arena_pin_gib": "none"}, ("misses_pageable",)),
+        Arm("CPU only", {"expert_cache": 0, "arena_pin_gib": "none"}, ("misses_pageable", "hits = 0")),
         Arm("slots: top-k", {**slots, "expert_cache": max(2, sizes.top_k), **ring}, ("misses_pinned", "ring_loads")),
         Arm(
             "slots: 10 %",
@@ -97,19 +99,28 @@ def all_arms(model: OpenModel) -> list[Arm]:
             ("hits", "misses_pinned", "ring_loads"),
         ),
         Arm("slots: 50 %", {**slots, "expert_cache": total // 2, **ring}, ("hits", "misses_pinned", "ring_loads")),
-        Arm("arena, path 1", {**slots, **some}, ("hits", "misses_pinned", "direct_bytes", "ring_loads")),
+        Arm("arena, path 1", {**slots, **some}, (PATH_1, "hits", "misses_pinned", "direct_bytes", "ring_loads")),
         Arm(
             "arena, path 2",
             {**slots, **some},
-            ("hits", "misses_pinned", "direct_bytes"),
+            (PATH_2, "hits", "misses_pinned", "direct_bytes", "misses_pageable = 0"),
             HostFaults(refuse_one_allocation=True),
         ),
-        Arm("arena, path 3", {**slots, **some, "arena_pin_gib": "none"}, ("misses_pageable", "staged_bytes")),
-        Arm("resident", {**slots, **some, "resident_experts": True}, ("hits", "misses_pinned", "direct_bytes")),
+        Arm(
+            "arena, path 3",
+            {**slots, **some, "arena_pin_gib": "none"},
+            (PATH_3, "misses_pageable", "staged_bytes", "misses_pinned = 0"),
+        ),
+        Arm("resident", {**slots, **some, "resident_experts": True}, (PATH_1, "hits", "misses_pinned", "direct_bytes")),
+        Arm(
+            "resident, nothing twice",
+            {**slots, **some, "resident_experts": True, "prefill_borrow": False},
+            ("hits", "misses_pinned", "ring_loads", f"experts_in_ram = {total - quarter}"),
+        ),
         Arm(
             "resident, refused half-way",
             {**slots, **some, "resident_experts": True},
-            ("hits", "misses_pinned", "misses_pageable", "direct_bytes", "staged_bytes"),
+            (PATH_2, "hits", "misses_pinned", "misses_pageable", "direct_bytes", "staged_bytes"),
             half_pinned,
         ),
         Arm(
@@ -138,14 +149,20 @@ def all_arms(model: OpenModel) -> list[Arm]:
             Arm(
                 f"PCIe share {share}",
                 {**slots, **some, "pcie_frac": share},
-                ("misses_pinned", "alias_picks") if share else ("misses_pinned",),
+                ("misses_pinned", condition),
             )
-            for share in (0.0, 0.5, 1.0)
+            for share, condition in (
+                (0.0, "alias_picks = 0"),
+                (0.5, "alias_picks < misses_pinned"),
+                (1.0, "alias_picks = misses_pinned"),
+            )
         ),
         Arm("ring reserved", {**slots, **some, "prefill_borrow": False}, ("ring_loads", "misses_pinned")),
     ]
 
 
+# Zero at first, they tell a state rather than count.
+LEVELS = ("experts_in_vram", "experts_in_ram", "experts_pinned", "page_lock_path")
 STREAMED = ("ring_loads", "direct_bytes", "staged_bytes")
 
 
@@ -172,6 +189,7 @@ def self_tests(model: OpenModel) -> list[SelfTest]:
         Tier.VRAM: "slots: 50 %",
         Tier.PINNED: "arena, path 1",
         Tier.PAGEABLE: "CPU only",
+        Tier.MAPPED: "mapped file",
         Tier.FILE: "budget and file",
     }
     tests = [
@@ -214,12 +232,26 @@ def run_arm(
     injection: FaultInjection | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> ArmResult:
-    """Loads the placement, plays the script, compares. A named error becomes the row's error."""
+    """Loads the placement, plays the script, compares. A named error becomes the row's error, except the reference's,
+    which is raised: without it nothing can be compared."""
     try:
-        wanted = arm_request(requested, arm, script)
-        runtime = Runtime.open(model, wanted, faults=arm.faults, injection=injection)
+        return _play_arm(model, requested, arm, script, reference, injection, on_progress)
     except StrataError as error:
+        if reference is None:
+            raise
         return ArmResult(arm.name, None, {}, error=str(error))
+
+
+def _play_arm(
+    model: OpenModel,
+    requested: Requested,
+    arm: Arm,
+    script: Script,
+    reference: Transcript | None,
+    injection: FaultInjection | None,
+    on_progress: Callable[[str], None] | None,
+) -> ArmResult:
+    runtime = Runtime.open(model, arm_request(requested, arm, script), faults=arm.faults, injection=injection)
     try:
         before = runtime.statistics().experts
         transcript = play(
@@ -230,17 +262,27 @@ def run_arm(
             reference=reference,
             on_progress=on_progress,
         )
-        counters = {name: int(value) for name, value in difference(runtime.statistics().experts, before).items()}
-    except StrataError as error:
-        return ArmResult(arm.name, None, {}, error=str(error))
+        after = runtime.statistics().experts
     finally:
         runtime.close()
-    missing = [name for name in arm.must if not counters[name]]
+    counters = {name: int(value) for name, value in difference(after, before).items()}
+    counters |= {name: getattr(after, name) for name in LEVELS}
+    missing = [condition for condition in arm.must if not _holds(condition, counters)]
     if reference is not None and max(script.windows) > 1:
         windows = {"accepted drafts": transcript.drafts_accepted, "rejected drafts": transcript.drafts_rejected}
         missing += [name for name, count in windows.items() if not count]
     different = compare(reference, transcript, script) if reference is not None else ""
     return ArmResult(arm.name, transcript, counters, tuple(missing), different)
+
+
+def _holds(condition: str, counters: Mapping[str, int]) -> bool:
+    """Whether a condition of ``Arm.must`` is true of the run."""
+    name, *rest = condition.split()
+    if not rest:
+        return counters[name] > 0
+    operator, right = rest
+    bound = int(right) if right.isdigit() else counters[right]
+    return 0 < counters[name] < bound if operator == "<" else counters[name] == bound
 
 
 def run_arms(
@@ -250,13 +292,10 @@ def run_arms(
     script: Script,
     on_progress: Callable[[str, str], None] | None = None,
 ) -> Iterator[ArmResult]:
-    """Results in order; the first arm is the reference of the others. Ends after a first arm that failed."""
+    """Results in order; the first arm is the reference of the others, and its error is raised."""
     reference: Transcript | None = None
     for arm in arms:
         tell = (lambda what, name=arm.name: on_progress(name, what)) if on_progress else None
         result = run_arm(model, requested, arm, script, reference=reference, on_progress=tell)
         yield result
-        if reference is None:
-            if result.transcript is None:
-                return
-            reference = result.transcript
+        reference = reference or result.transcript

@@ -13,8 +13,27 @@ from strata.config import Requested
 from strata.engine import arms as placements
 from strata.engine.identity import ArmResult, Script, Transcript
 from strata.engine.models import OpenModel, open_model
+from strata.errors import ConfigError
 
 __all__ = ["Proof"]
+
+
+USUAL_LENGTHS = (1, 7, 300, 2048)
+
+
+def _fitting(lengths: Sequence[int] | None, tokens: int, positions: int) -> tuple[int, ...]:
+    """Lengths that leave room for the decoded tokens and one window of drafts."""
+    room = positions - tokens - max(Script().windows)
+    if room < 1:
+        raise ConfigError(f"{tokens} tokens do not fit a context of {positions:,}", "give fewer --tokens")
+    if lengths is None:
+        return tuple(dict.fromkeys(min(length, room) for length in USUAL_LENGTHS))
+    if lengths and max(lengths) > room:
+        raise ConfigError(
+            f"a prompt of {max(lengths):,} and {tokens} tokens do not fit a context of {positions:,}",
+            f"use --prompts of at most {room:,}",
+        )
+    return tuple(lengths)
 
 
 class Proof:
@@ -28,15 +47,22 @@ class Proof:
     def open(
         cls,
         requested: Requested,
-        prompt_lengths: Sequence[int],
+        prompt_lengths: Sequence[int] | None,
         tokens: int,
         on_progress: Progress | None = None,
     ) -> Iterator[Proof]:
+        """``prompt_lengths`` None: the usual ones, cut to the model's context. Raises ``ConfigError`` for lengths given
+        that do not fit."""
         model = open_model(requested.model, on_progress=on_progress)
         try:
-            yield cls(model, requested, Script(tuple(prompt_lengths), tokens))
+            longest = model.config.max_positions if requested.max_context == "auto" else int(requested.max_context)
+            yield cls(model, requested, Script(_fitting(prompt_lengths, tokens, longest), tokens))
         finally:
             model.close()
+
+    @property
+    def prompt_lengths(self) -> tuple[int, ...]:
+        return self._script.prompt_lengths
 
     @property
     def arm_names(self) -> list[str]:
@@ -62,10 +88,8 @@ class Proof:
         """Each planted fault as a row; good when the fault was found and its arm named."""
         first = placements.all_arms(self._model)[0]
         base = placements.run_arm(self._model, self._requested, first, self._script, reference=None)
-        if base.transcript is None:
-            yield base
-            return
         reference = base.transcript
+        assert reference is not None, "the reference's error is raised"
         for test in placements.self_tests(self._model):
             yield self._plant(test, reference)
 

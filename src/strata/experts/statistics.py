@@ -38,6 +38,7 @@ class ExpertStatistics:
     experts_in_vram: int
     experts_in_ram: int
     experts_pinned: int
+    page_lock_path: int  # 1, 2 or 3 of the RAM copy; 0 where RAM holds none
     version: int
 
     @property

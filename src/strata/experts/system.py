@@ -217,6 +217,7 @@ class ExpertSystem:
             experts_in_vram=int(np.count_nonzero(self.store.slots.slot_of >= 0)),
             experts_in_ram=int(np.count_nonzero(self.store.place_of >= 0)),
             experts_pinned=int(np.count_nonzero(memory.aliases)) if memory else 0,
+            page_lock_path=memory.path if memory else 0,
             version=self.store.version,
         )
 
