@@ -122,7 +122,7 @@ class Requested:
     )
     threads: int | Auto = option(
         AUTO,
-        or_word(whole(1, 1024), AUTO),
+        or_word(whole(1, 256), AUTO),
         "model",
         "Worker threads of the CPU kernels; auto is one a physical core.",
         metavar="auto|N",
@@ -137,7 +137,12 @@ class Requested:
     kv: int = option(16, parse_kv, "model", "Bits of the key/value cache: 16 (BF16) or 32 (FP32).", metavar="16|32")
 
     vram_gib: float | None = option(
-        None, real(0, above=True), "memory", "Device memory that may be used; default is what is free.", metavar="GIB"
+        None,
+        real(0, above=True),
+        "memory",
+        """Device memory that may be used; default is what is free. Without a GPU, RAM stands in for so much of it;
+        default is none.""",
+        metavar="GIB",
     )
     vram_reserve_mib: int = option(
         700, whole(0), "memory", "Device memory that an automatic expert cache leaves free.", metavar="MIB"
@@ -146,7 +151,7 @@ class Requested:
         None,
         real(0, above=True),
         "memory",
-        "RAM that may be used, in place of what the system says is free.",
+        "RAM that may be used, in place of what the system says is free; no headroom is left of it by default.",
         metavar="GIB",
     )
     expert_cache: int | Auto = option(
@@ -157,7 +162,10 @@ class Requested:
         metavar="auto|N",
     )
     resident_experts: bool = option(
-        False, parse_switch, "memory", "RAM holds exactly the experts that the device cache does not hold."
+        False,
+        parse_switch,
+        "memory",
+        "RAM holds the experts that the device cache does not hold, plus copies of slots that prompts borrow.",
     )
     resident_budget_gib: float | None = option(
         None,
@@ -170,7 +178,13 @@ class Requested:
         False, parse_switch, "memory", "RAM holds no expert of its own; every miss is read from the mapped file."
     )
     resident_headroom_gib: float = option(
-        4.0, real(0), "memory", "Free RAM that is always left.", metavar="GIB", variable_only=True
+        4.0,
+        real(0),
+        "memory",
+        """Free RAM that is left; unless it is set, at most a quarter of what may be taken, and nothing of what
+        --ram-gib grants.""",
+        metavar="GIB",
+        variable_only=True,
     )
     complement_pin_gib: float | Auto | All = option(
         AUTO,

@@ -180,3 +180,26 @@ def test_zero_of_the_arena_pins_all_of_it(value: float | Literal["auto", "none"]
 
 def _other_ram(resolved: ResolvedPlan) -> int:
     return resolved.ram_bytes - resolved.ram["expert copy"] - resolved.ram["headroom"]
+
+
+def test_too_little_ram_is_refused_with_a_ram_gib_that_does() -> None:
+    for given in (False, True):
+        request = MemoryRequest(ram_bytes=5 * GIB, ram_given=given)
+        with pytest.raises(MemoryPlanError, match="headroom") as caught:
+            plan(FLASH, request, DeviceRoom("cpu", None))
+        assert caught.value.hint.startswith(
+            "raise --ram-gib to " if given else "close other programs or give --ram-gib"
+        )
+        advised = float(caught.value.hint.split("--ram-gib ")[1].removeprefix("to ").split(",")[0])
+        enough = dataclasses.replace(request, ram_bytes=int(advised * GIB))
+        assert plan(FLASH, enough, DeviceRoom("cpu", None)).ram_bytes <= enough.ram_bytes
+
+
+def test_a_device_of_ram_that_is_too_small_says_the_size_or_to_leave_it_out() -> None:
+    room = DeviceRoom("cpu", GIB // 100)
+    with pytest.raises(MemoryPlanError, match="RAM as device memory") as caught:
+        plan(FLASH, MemoryRequest(ram_bytes=120 * GIB), room)
+    assert "--device" not in caught.value.hint
+    assert "leave it out" in caught.value.hint
+    advised = float(caught.value.hint.split("--vram-gib to ")[1].split(" ")[0])
+    assert plan(FLASH, MemoryRequest(ram_bytes=120 * GIB), DeviceRoom("cpu", int(advised * GIB))).num_slots >= 1

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from strata.config import Requested
+from strata.config import BY_NAME, Requested
 from strata.errors import ConfigError, MemoryPlanError
 from strata.memory.planner import GIB, MIB
 from strata.memory.probe import Machine
 from strata.memory.requests import DeviceRoom, MemoryRequest, PinRequest
 
-__all__ = ["choose_chunk_rows", "choose_context", "choose_device", "device_room", "memory_request"]
+__all__ = ["choose_chunk_rows", "choose_context", "choose_device", "device_room", "headroom_bytes", "memory_request"]
 
 CPU_CHUNK_ROWS = 512  # on the CPU a larger chunk saves no copies: experts are computed where they lie
+HEADROOM_DIVISOR = 4  # free RAM that nobody asked to keep is at most this part of what may be taken
 AUTO_CONTEXT = 8192  # what 'auto' takes of a longer model: KV for more is planned only when asked for
 
 
@@ -56,6 +57,18 @@ def device_room(requested: Requested) -> DeviceRoom:
     return DeviceRoom("cpu", free)
 
 
+def headroom_bytes(requested: Requested, ram_available: int) -> int:
+    """Free RAM to leave: what was asked for, nothing below ``--ram-gib``, else 4 GiB or a quarter of what is free.
+
+    A fixed 4 GiB would refuse a model of a few MiB on a small machine; ``--ram-gib`` already says what may be used.
+    """
+    asked = int(requested.resident_headroom_gib * GIB)
+    default = BY_NAME["resident_headroom_gib"].default
+    if requested.origin("resident_headroom_gib") != "default" or requested.resident_headroom_gib != default:
+        return asked
+    return 0 if requested.ram_gib is not None else min(asked, ram_available // HEADROOM_DIVISOR)
+
+
 def memory_request(requested: Requested, machine: Machine, max_context: int, chunk_rows: int) -> MemoryRequest:
     """What the user asked for, as the planner's numbers."""
 
@@ -71,7 +84,8 @@ def memory_request(requested: Requested, machine: Machine, max_context: int, chu
         budget_bytes=None if budget is None else int(budget * GIB),
         expert_cache=number(requested.expert_cache),
         vram_reserve_bytes=requested.vram_reserve_mib * MIB,
-        headroom_bytes=int(requested.resident_headroom_gib * GIB),
+        headroom_bytes=headroom_bytes(requested, machine.ram_available),
+        ram_given=requested.ram_gib is not None,
         max_context=max_context,
         chunk_rows=chunk_rows,
         pass_rows=min(chunk_rows, 8192),

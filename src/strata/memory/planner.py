@@ -211,19 +211,42 @@ def _count_ring(shape: ModelShape, request: MemoryRequest, num_slots: int) -> in
 
 def _context_error(shape: ModelShape, request: MemoryRequest, device: DeviceRoom, short: int) -> MemoryPlanError:
     assert device.free_bytes is not None
+    kind = "VRAM" if device.kind == "cuda" else "RAM as device memory"
     message = (
-        f"{format_bytes(device.free_bytes)} of VRAM are {format_bytes(short)} too few for {shape.name} with "
+        f"{format_bytes(device.free_bytes)} of {kind} are {format_bytes(short)} too few for {shape.name} with "
         f"{request.max_context:,} tokens of context and one expert slot"
     )
     per_token = shape.kv_bytes_per_token * request.num_sequences
     saved = -(-short // per_token) if per_token else request.max_context
+    needed = _gib_option(device.free_bytes + short)
+    if device.kind == "cpu":
+        less = f", or use --max-context {request.max_context - saved}" if saved < request.max_context else ""
+        return MemoryPlanError(message, f"raise --vram-gib to {needed} or leave it out{less}", short_bytes=short)
     if saved < request.max_context:
         return MemoryPlanError(message, f"use --max-context {request.max_context - saved}", short_bytes=short)
-    if request.vram_reserve_bytes >= short and device.kind == "cuda":
+    if request.vram_reserve_bytes >= short:
         kept = (request.vram_reserve_bytes - short) // MIB
         return MemoryPlanError(message, f"use --vram-reserve-mib {kept}", short_bytes=short)
-    needed = (device.free_bytes + short) / GIB
-    return MemoryPlanError(message, f"it takes --vram-gib {needed:.2f} or --device cpu", short_bytes=short)
+    return MemoryPlanError(message, f"it takes --vram-gib {needed} or --device cpu", short_bytes=short)
+
+
+def _ram_error(request: MemoryRequest, other_ram: int, short: int) -> MemoryPlanError:
+    message = (
+        f"{format_bytes(request.ram_bytes)} of RAM are {format_bytes(short)} too few: {format_bytes(other_ram)} "
+        "beside the experts"
+    )
+    lower = ["--max-context", "--expert-cache"]
+    if request.headroom_bytes:
+        message += f" and {format_bytes(request.headroom_bytes)} of headroom"
+        lower.append("STRATA_RESIDENT_HEADROOM_GIB")
+    wanted = _gib_option(request.ram_bytes + short)
+    way = f"raise --ram-gib to {wanted}" if request.ram_given else f"close other programs or give --ram-gib {wanted}"
+    return MemoryPlanError(message, f"{way}, or lower {', '.join(lower[:-1])} or {lower[-1]}", short_bytes=short)
+
+
+def _gib_option(nbytes: int) -> str:
+    """The least number of two decimals that an option in GiB must have to grant ``nbytes``."""
+    return f"{-(-nbytes * 100 // GIB) / 100:.2f}"
 
 
 def _choose_mode(
@@ -238,12 +261,7 @@ def _choose_mode(
     """(mode, why, experts in RAM): the mode asked for, or the next lower one that fits, said in ``messages``."""
     room = request.ram_bytes - request.headroom_bytes - other_ram
     if room < 0:
-        raise MemoryPlanError(
-            f"{format_bytes(request.ram_bytes)} of RAM are {format_bytes(-room)} too few: {format_bytes(other_ram)} "
-            f"beside the experts and {format_bytes(request.headroom_bytes)} of headroom",
-            "lower --max-context, --expert-cache or STRATA_RESIDENT_HEADROOM_GIB, or give --ram-gib",
-            short_bytes=-room,
-        )
+        raise _ram_error(request, other_ram, -room)
     total = shape.total_experts
     complement = total - num_slots
     fit = room // stride
