@@ -140,7 +140,7 @@ def value_strategy(name: str) -> st.SearchStrategy[Any]:
     return {
         "vram_gib": gib,
         "prefill": st.builds(Prefill, st.integers(1, 10**6), st.booleans()),
-        "threads": st.just("auto") | st.integers(1, 1024),
+        "threads": st.just("auto") | st.integers(1, 256),
         "complement_pin_gib": st.sampled_from(["auto", "all"]) | gib,
         "stage_resident": st.just("auto") | st.booleans(),
         "temperature": st.floats(0, 100),

@@ -1,10 +1,8 @@
-"""``strata`` and ``python -m strata``: hands over to the command line, and imports nothing heavy itself."""
+"""``python -m strata``: hands over to the console entry, and imports nothing heavy itself."""
 
 from __future__ import annotations
 
-from strata.cli.app import main
-
-__all__ = ["main"]
+from strata.console import run
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run()

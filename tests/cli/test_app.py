@@ -272,3 +272,34 @@ def test_a_terminal_that_cannot_show_a_character() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     result = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, b"gr??er ?\n", b"")
+
+
+def script(*words: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-m", "strata", *words], stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_under_standard_output_is_one_line(unbuffered: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        child = script("--version", stdout=full, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert "standard output cannot be written: No space left on device" in err
+    assert len(err.splitlines()) == 2
+
+
+def test_a_closed_standard_output_harms_nothing() -> None:
+    words = [sys.executable, "-m", "strata", "--version"]
+    closed = 'exec "$@" >&-'
+    done = subprocess.run(
+        ["sh", "-c", closed, "sh", *words], stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ctrl_c_during_the_import_of_the_commands(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    child = script("--version", env={**os.environ, "PYTHONPATH": path})
+    _, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (130, "")

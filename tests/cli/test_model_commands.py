@@ -33,8 +33,21 @@ def test_run_streams_the_same_completion(capsys: pytest.CaptureFixture[str]) -> 
     assert first.out.startswith("def f(x):")
     assert "prompt: 9 tokens read in" in first.err
     assert "decode: 12 tokens, 11 rounds" in first.err
+    assert "1.00 tokens a round" in first.err
     assert main(words) == 0
     assert capsys.readouterr().out == first.out
+
+
+def test_an_empty_prompt_is_told_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import io
+
+    monkeypatch.setattr("strata.cli.loading.load_engine", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    for words in (["run", ""], ["run", "small", ""], ["run", "-"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err.startswith("strata: error: the prompt is empty")
 
 
 def test_run_reads_a_pipe_and_a_chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

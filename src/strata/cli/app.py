@@ -15,6 +15,7 @@ reader that closed the pipe.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import io
 import os
@@ -26,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -34,6 +35,7 @@ from strata import version
 from strata.cli.configure import Configure, flag_parameters
 from strata.errors import StrataError
 from strata.paths import find_home
+from strata.words import with_program
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -53,7 +55,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("chat", "strata.cli.chat", "Chat in the terminal."),
     Command("serve", "strata.cli.serve", "Serve a model over HTTP to programs of this PC."),
     Command("verify", "strata.cli.verify", "Prove that placement never changes a token."),
-    Command("bench", "strata.cli.bench", "Measure the kernels of this machine."),
+    Command("bench", "strata.cli.bench", "Measure kernels, cache policies, or a model beside its forecast."),
     Command("plan", "strata.cli.plan", "Say what of a model would lie where on this PC, and how fast it would be."),
     Command("doctor", "strata.cli.doctor", "Say what this machine has, what limits it, and what is missing."),
     Command("inspect", "strata.cli.inspect", "Tell what a pack or a checkpoint holds; --check reads every byte."),
@@ -137,10 +139,11 @@ def build_app(typed: str | None) -> typer.Typer:
 
 
 def print_error(message: str, hint: str = "") -> None:
-    """One line, and the way out as a second."""
-    print(f"strata: error: {message}", file=sys.stderr)
-    if hint:
-        print(f"  try: {hint}", file=sys.stderr)
+    """One line, and the way out as a second. Where standard error takes nothing, the status alone has to tell."""
+    with contextlib.suppress(OSError):
+        print(f"strata: error: {with_program(message)}", file=sys.stderr)
+        if hint:
+            print(f"  try: {with_program(hint)}", file=sys.stderr)
 
 
 def keep_traceback(error: BaseException) -> Path:
@@ -172,6 +175,28 @@ def run_app(words: list[str]) -> int:
     return status if isinstance(status, int) else 0
 
 
+def open_missing_streams() -> None:
+    """A standard stream that the shell closed (``>&-``) becomes the null device: writing to it harms nothing."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for the life of the process
+
+
+def drop_output() -> None:
+    """Standard output takes nothing more: Python would complain once again when it flushes it at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def output_fails() -> bool:
+    """Whether standard output refuses one more line end: what it refused before need not be waiting in a buffer."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
 def accept_any_text() -> None:
     """A terminal that cannot show a character shows ``?``; an answer never ends for that."""
     for stream in (sys.stdout, sys.stderr):
@@ -181,6 +206,7 @@ def accept_any_text() -> None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """The whole of the program; returns its exit status. ``words`` are the arguments, else those of the process."""
+    open_missing_streams()
     accept_any_text()
     try:
         status = run_app(list(sys.argv[1:] if words is None else words))
@@ -193,16 +219,14 @@ def main(words: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except (BrokenPipeError, PipeClosed):
-        # Nobody reads on; Python would complain once more when it flushes standard output at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 141
     except Exception as error:  # noqa: BLE001 - the end of the program: no user sees a traceback, and none is lost
+        if isinstance(error, OSError) and output_fails():
+            drop_output()
+            print_error(f"standard output cannot be written: {error.strerror}", "send the output somewhere with room")
+            return 1
         path = keep_traceback(error)
         message = " ".join(str(error).split()) or "no message"
         print_error(f"unexpected {type(error).__name__}: {message}", f"report this with {path}, which says where")
         return 1
-
-
-def run() -> NoReturn:
-    """The console script."""
-    raise SystemExit(main())

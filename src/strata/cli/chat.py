@@ -17,6 +17,7 @@ from strata.cli.configure import Configure
 from strata.cli.streaming import stopped_by_ctrl_c
 from strata.errors import ConfigError, StrataError
 from strata.logs import quiet_unless_asked
+from strata.words import count_of
 
 if TYPE_CHECKING:
     from strata.cli.chat_lines import Lines
@@ -189,12 +190,12 @@ class Chat:
         if usage is None:
             return ["(no answer yet)"]
         read = usage.prompt_tokens - usage.cached_tokens
-        lines = [f"prompt: {usage.prompt_tokens} tokens, {usage.cached_tokens} kept, {read} read"]
+        lines = [f"prompt: {count_of(usage.prompt_tokens, 'token')}, {usage.cached_tokens} kept, {read} read"]
         if usage.prompt_seconds:
             lines[0] += f" in {1e3 * usage.prompt_seconds:.0f} ms ({read / usage.prompt_seconds:.1f} tok/s)"
-        lines.append(f"answer: {usage.completion_tokens} tokens")
-        if usage.decode_seconds:
-            lines[1] += f", {usage.rounds / usage.decode_seconds:.1f} tok/s"
+        lines.append(f"answer: {count_of(usage.completion_tokens, 'token')}")
+        if usage.decode_seconds:  # the first token comes of the prompt
+            lines[1] += f", {max(0, usage.completion_tokens - 1) / usage.decode_seconds:.1f} tok/s"
         return lines
 
 

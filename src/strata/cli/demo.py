@@ -146,7 +146,15 @@ def print_outlook(requested: Requested) -> None:
 
 
 def print_next() -> None:
+    from strata.words import program
+
+    name = program()
+    rows = (
+        ("run 'def fibonacci(n):'", "complete a text"),
+        ("chat", "talk to the model in the terminal"),
+        ("verify", "prove that placement never changes a token"),
+        ("run path/to/checkpoint 'Hello'", "a Hugging Face folder of your own, packed once"),
+    )
     print("next:")
-    print("  strata run 'def fibonacci(n):'         complete a text")
-    print("  strata verify                          prove that placement never changes a token")
-    print("  strata run path/to/checkpoint 'Hello'  a Hugging Face folder of your own, packed once")
+    for words, what in rows:
+        print(f"  {f'{name} {words}':{len(name) + 33}}{what}")

@@ -16,6 +16,10 @@ from strata.cli.streaming import stream_answer
 from strata.errors import RequestError
 
 
+def empty_prompt(why: str = "") -> RequestError:
+    return RequestError(f"the prompt is empty{': ' + why if why else ''}", "strata run [MODEL] 'def fibonacci(n):'")
+
+
 def command(
     configure: Configure,
     words: Annotated[
@@ -27,12 +31,16 @@ def command(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end tokens.")] = False,
 ) -> int:
     """Streams one completion."""
+    if words and words[-1] == "":
+        raise empty_prompt()
     model, prompt = split_model_and_prompt(words or [])
     requested = configure(model)
     if prompt is None:
         raise RequestError("no prompt was given", "strata run [MODEL] 'def fibonacci(n):'")
     if prompt == "-":
         prompt = sys.stdin.read()
+        if not prompt:
+            raise empty_prompt("standard input gave no text")
     from strata.cli.loading import load_engine
 
     with load_engine(requested) as engine:

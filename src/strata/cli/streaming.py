@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from strata.text.events import ReasoningPiece, TextPiece, ToolCall
+from strata.words import count_of
 
 if TYPE_CHECKING:
     from strata.engine.cancellation import Cancellation
@@ -67,14 +68,15 @@ def log_usage(engine: Engine) -> None:
         return
     read = usage.prompt_tokens - usage.cached_tokens
     if usage.prompt_seconds:
-        rate = read / usage.prompt_seconds
-        logger.info("prompt: %d tokens read in %.0f ms (%.1f tok/s)", read, 1e3 * usage.prompt_seconds, rate)
+        took, rate = 1e3 * usage.prompt_seconds, read / usage.prompt_seconds
+        logger.info("prompt: %s read in %.0f ms (%.1f tok/s)", count_of(read, "token"), took, rate)
     if usage.rounds:
+        after_first = max(0, usage.completion_tokens - 1)  # the prompt gives the first token, rounds give the others
         logger.info(
-            "decode: %d tokens, %d rounds, %.2f ms a round, %.1f tok/s, %.2f tokens a round",
-            usage.completion_tokens,
-            usage.rounds,
+            "decode: %s, %s, %.2f ms a round, %.1f tok/s, %.2f tokens a round",
+            count_of(usage.completion_tokens, "token"),
+            count_of(usage.rounds, "round"),
             1e3 * usage.decode_seconds / usage.rounds,
-            usage.rounds / usage.decode_seconds,
-            1.0,
+            after_first / usage.decode_seconds,
+            after_first / usage.rounds,
         )

@@ -28,6 +28,7 @@ from strata.kernels.host import HostBackend, HostFaults
 from strata.memory import planner
 from strata.memory.planner import format_bytes
 from strata.memory.probe import Machine, probe_machine
+from strata.words import count_of
 
 if TYPE_CHECKING:
     from strata.checkpoint.pack_reader import PackReader
@@ -168,9 +169,10 @@ class Runtime:
         """One line: the model, its size, where it runs, where its experts lie."""
         shape, plan = self.plan.shape, self.plan
         experts = format_bytes(shape.total_experts * shape.blob_bytes)
+        threads = count_of(self._threads, "thread")
         return (
             f"{self._name}: {shape.num_layers} layers of {shape.num_experts} experts ({experts}), "
-            f"{format_bytes(shape.dense_bytes)} dense, {self._threads} threads ({isa()}), RAM mode {plan.mode}, "
+            f"{format_bytes(shape.dense_bytes)} dense, {threads} ({isa()}), RAM mode {plan.mode}, "
             f"{plan.num_slots:,} slots, context {self.max_context:,}"
         )
 

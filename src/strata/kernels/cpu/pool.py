@@ -104,7 +104,9 @@ def configure(asked: int | None = None) -> int:
     """
     number = default_threads() if asked is None else asked
     if not 1 <= number <= 256:
-        raise ConfigError(f"{number} threads asked", "use 1 to 256 threads")
+        raise ConfigError(
+            f"--threads {number}: the thread pool holds 1 to 256", "give --threads a number from 1 to 256"
+        )
     cpus = order_cpus(_allowed())
     pinned = cpus if number <= len(cpus) else []
     array = (ctypes.c_int * max(1, len(pinned)))(*pinned)
