@@ -16,6 +16,7 @@ from strata.experts.tiers import Tier
 from strata.kernels.cpu.checksum import checksum_at
 from strata.kernels.cpu.experts import ExpertKernel
 from strata.kernels.host import HostBackend, HostFaults
+from strata.memory.requests import PinRequest
 from tests.experts.small_model import Opened, SmallPack, draw_picks, make_plan, open_system
 
 Small = tuple[SmallPack, ExpertKernel]
@@ -211,3 +212,51 @@ def test_one_line_says_how_prompts_are_fed(
     assert f"{share} % of the experts outside VRAM are not pinned, they come from RAM" in lines[0]
     assert f"{threads} threads, {buffers} buffers" in lines[0]
     opened.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "pin"),
+    [
+        ("arena", PinRequest(by_need=True)),
+        ("arena", PinRequest("limit", limit_bytes=10 * 12_288)),
+        ("resident", PinRequest("limit", limit_bytes=10 * 12_288)),
+        ("arena", PinRequest("none")),
+    ],
+)
+def test_the_unpinned_share_is_of_the_experts_outside_vram(
+    small: Small, caplog: pytest.LogCaptureFixture, mode: str, pin: PinRequest
+) -> None:
+    pack, kernel = small
+    caplog.set_level(logging.INFO, "strata")
+    opened = open_system(pack, kernel, mode=mode, pin=pin, expert_cache=12, stager_threads=None)
+    store = opened.system.store
+    assert store.memory is not None
+    tiers = [
+        (store.slots.slot_of.reshape(-1)[flat] >= 0, place >= 0 and store.memory.aliases[place] != 0)
+        for flat, place in enumerate(store.place_of.reshape(-1).tolist())
+    ]
+    outside = [is_pinned for in_vram, is_pinned in tiers if not in_vram]
+    share = 100 * (1 - sum(outside) / len(outside))
+    assert len(outside) == len(tiers) - 12
+    assert f"prompt stream: {share:.0f} % of the experts" in caplog.text
+    assert ("64 buffers" if share > 10 else "16 buffers") in caplog.text
+    if pin.by_need:
+        assert share == 0
+    opened.close()
+
+
+def test_a_machine_without_slots_is_told_nothing_of_streams_and_page_locks(
+    small: Small, caplog: pytest.LogCaptureFixture
+) -> None:
+    pack, kernel = small
+    caplog.set_level(logging.INFO, "strata")
+    for mode in ("arena", "budget", "mapped"):
+        opened = open_system(pack, kernel, mode=mode, expert_cache=0, budget_bytes=5 * pack.blob_bytes)
+        opened.forward(1, 70)
+        opened.close()
+    assert caplog.text == ""
+    opened = open_system(pack, kernel, expert_cache=1)
+    opened.forward(1, 70)
+    opened.close()
+    assert "ring 1 slot " in caplog.text
+    assert "borrows 1 slot " in caplog.text

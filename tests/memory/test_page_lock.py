@@ -27,7 +27,7 @@ def test_path_1_pins_the_whole_copy(caplog: pytest.LogCaptureFixture) -> None:
     memory = take_memory(backend, 16, PAGE, PinRequest())
     assert memory.path == 1
     assert memory.aliases.tolist() == [memory.address + place * PAGE for place in range(16)]
-    assert re.search(r"page-locking path 1: 0\.00 of 0\.00 GiB pinned", caplog.text)
+    assert re.search(r"page-locking path 1: 0\.06 of 0\.06 MiB pinned", caplog.text)
     assert backend.statistics().pinned_bytes == 16 * PAGE
     memory.close()
     assert backend.statistics().pinned_bytes == 0
@@ -72,7 +72,7 @@ def test_path_3_when_no_slice_is_granted() -> None:
     memory = take_memory(backend, 16, PAGE, PinRequest(), slice_bytes=4 * PAGE)
     assert memory.path == 3
     assert not memory.aliases.any()
-    assert "pageable, the rest " in memory.report
+    assert "0.00 of 0.06 MiB pinned, ordinary memory, " in memory.report
     memory.close()
 
 

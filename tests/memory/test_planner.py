@@ -203,3 +203,14 @@ def test_a_device_of_ram_that_is_too_small_says_the_size_or_to_leave_it_out() ->
     assert "leave it out" in caught.value.hint
     advised = float(caught.value.hint.split("--vram-gib to ")[1].split(" ")[0])
     assert plan(FLASH, MemoryRequest(ram_bytes=120 * GIB), DeviceRoom("cpu", int(advised * GIB))).num_slots >= 1
+
+
+def test_page_locking_follows_the_mode_that_is_in_force() -> None:
+    pin, below = PinRequest("limit", GIB, partial=True), PinRequest("none", partial=True)
+    request = MemoryRequest(ram_bytes=120 * GIB, pin=pin, pin_below=below)
+    arena = plan(FLASH, request, CARD)
+    assert (arena.mode, arena.request.pin, arena.pin_limit) == ("arena", PinRequest("limit", GIB), GIB)
+    lower = plan(FLASH, dataclasses.replace(request, ram_bytes=60 * GIB), CARD)
+    assert (lower.mode, lower.request.pin, lower.pin_limit) == ("resident", PinRequest("none"), 0)
+    budget = plan(FLASH, dataclasses.replace(request, mode="budget"), CARD)
+    assert budget.request.pin.partial

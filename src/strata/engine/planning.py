@@ -12,7 +12,7 @@ from strata.config import BY_NAME, Requested
 from strata.errors import ConfigError, MemoryPlanError
 from strata.memory.planner import GIB, MIB
 from strata.memory.probe import Machine
-from strata.memory.requests import DeviceRoom, MemoryRequest, PinRequest
+from strata.memory.requests import DeviceRoom, MemoryRequest, PinRequest, pin_arena, pin_complement
 
 __all__ = ["choose_chunk_rows", "choose_context", "choose_device", "device_room", "headroom_bytes", "memory_request"]
 
@@ -97,24 +97,17 @@ def memory_request(requested: Requested, machine: Machine, max_context: int, chu
         adapt_every=requested.adapt_every,
         adapt_swaps=requested.adapt_swaps,
         num_cpus=machine.num_cpus,
-        pin=pin_request(requested),
+        pin=pin_request(requested, pin_arena(requested.arena_pin_gib)),
+        pin_below=pin_request(requested, pin_complement(requested.complement_pin_gib)),
     )
 
 
-def pin_request(requested: Requested) -> PinRequest:
-    """How much to page-lock: the arena's variable or the resident copy's, by the mode asked for."""
-    common = PinRequest(
+def pin_request(requested: Requested, rule: PinRequest) -> PinRequest:
+    """How much to page-lock: ``rule`` is that of the arena or of the copies below it, the rest is common to both."""
+    return replace(
+        rule,
         margin_bytes=int(requested.pin_margin_gib * GIB),
         by_need=requested.pin_by_need,
         partial=requested.partial_pin,
         refuse_one_allocation=requested.test_complement_refuse,
     )
-    limit = requested.arena_pin_gib if requested.ram_mode == "arena" else requested.complement_pin_gib
-    if limit == "auto":
-        return common
-    if limit == "all" or (requested.ram_mode == "arena" and limit == 0):
-        return replace(common, rule="all")
-    if limit == "none" or limit == 0:
-        return replace(common, rule="none")
-    assert isinstance(limit, (int, float))
-    return replace(common, rule="limit", limit_bytes=int(limit * GIB))

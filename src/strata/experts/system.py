@@ -31,7 +31,7 @@ from strata.experts.tiers import Tier
 from strata.kernels.backend import Backend, DeviceMemoryFull, DeviceStream, PinRefused
 from strata.kernels.cpu.stager import Stager
 from strata.memory.page_lock import LockedMemory, take_memory
-from strata.memory.planner import ResolvedPlan, format_bytes
+from strata.memory.planner import ResolvedPlan, format_bytes, format_count
 from strata.memory.stager_sizing import StagerSizing, size_stager
 from strata.memory.system import system
 
@@ -266,7 +266,8 @@ class ExpertSystem:
         if self.plan.ring_borrowed:
             needed = min(self._ring_limit, 2 * min(self.store.num_experts, num_picks))
             addresses = self._lender.lend(needed, keep=set(self.swaps.spares))
-            logger.info("the prompt borrows %d slots (%s)", len(addresses), format_bytes(len(addresses) * slots.stride))
+            borrowed = format_count(len(addresses), "slot")
+            logger.info("the prompt borrows %s (%s)", borrowed, format_bytes(len(addresses) * slots.stride))
         else:
             first = self.plan.num_slots + self.plan.num_spares
             addresses = [slots.slot_address(slot) for slot in range(first, first + self._ring_limit)]
@@ -290,6 +291,10 @@ class _Placement:
         hottest_first = plan.request.pin.partial and plan.mode == "budget"
         self.ram: list[int] = chosen if hottest_first else sorted(chosen)
         self.num_outside = len(complement)
+
+    def outside_vram(self) -> NDArray[np.bool_]:
+        """One flag a place: it holds an expert that starts outside VRAM."""
+        return ~np.isin(np.array(self.ram), np.array(self.vram))
 
 
 def _take_slots(plan: ResolvedPlan, file: ExpertFile, backend: Backend, owned: ExitStack) -> SlotCache:
@@ -315,8 +320,10 @@ def _take_ram(
     if not placement.ram:
         return None
     pin = plan.request.pin
+    level = logging.INFO
     if plan.device.kind == "cpu" and not plan.num_device_slots:
-        logger.info("there is no device that could read the expert copy: nothing is pinned")
+        level = logging.DEBUG  # page-locking is no matter of a machine whose processor computes everything
+        logger.debug("there is no device that could read the expert copy: nothing is pinned")
         pin = replace(pin, rule="none")
     elif pin.rule == "none" and plan.mode == "arena":
         logger.info("STRATA_ARENA_PIN_GIB=none: nothing of the expert arena is pinned")
@@ -324,7 +331,7 @@ def _take_ram(
         logger.info("STRATA_COMPLEMENT_PIN_GIB=0: nothing of the resident copy is pinned")
     needed = None
     if pin.by_need:
-        needed = ~np.isin(np.array(placement.ram), np.array(placement.vram))
+        needed = placement.outside_vram()
     memory = take_memory(
         backend,
         len(placement.ram),
@@ -334,27 +341,30 @@ def _take_ram(
         slice_bytes=file.num_experts * plan.stride,
         needed=needed,
         num_cpus=plan.request.num_cpus,
+        level=level,
     )
     owned.callback(memory.close)
     return memory
 
 
 def _size(plan: ResolvedPlan, memory: LockedMemory | None, placement: _Placement) -> StagerSizing:
-    """The stager's sizes for the share that was really page-locked; one log line."""
-    pinned = 0 if memory is None else int(np.count_nonzero(memory.aliases))
-    outside = max(1, len(placement.ram) if plan.mode == "arena" else placement.num_outside)
-    share = max(0.0, 1.0 - pinned / outside) if placement.num_outside else 0.0
+    """The stager's sizes for what was really page-locked of the experts outside VRAM; one log line.
+
+    An arena and copies of lendable slots hold experts of VRAM too: a prompt reads those in their slots.
+    """
+    pinned = 0 if memory is None else int(np.count_nonzero(memory.aliases[placement.outside_vram()]))
+    share = 1.0 - pinned / placement.num_outside if placement.num_outside else 0.0
     sizing = size_stager(plan.request, plan.mode, unpinned_share=share)
-    if placement.num_outside and plan.ram["staging"]:
+    if placement.num_outside and plan.ring_slots and plan.ram["staging"]:
         logger.info(
-            "prompt stream: %.0f %% of the experts outside VRAM are not pinned, they come from %s: %d threads, "
-            "%d buffers (%.1f MiB), ring %d slots (%s)",
+            "prompt stream: %.0f %% of the experts outside VRAM are not pinned, they come from %s: %s, "
+            "%s (%.1f MiB), ring %s (%s)",
             100 * share,
             sizing.source,
-            sizing.num_threads,
-            sizing.num_buffers,
+            format_count(sizing.num_threads, "thread"),
+            format_count(sizing.num_buffers, "buffer"),
             sizing.num_buffers * plan.stride / (1 << 20),
-            min(plan.ring_slots, sizing.ring_slots),
+            format_count(min(plan.ring_slots, sizing.ring_slots), "slot"),
             sizing.reason,
         )
     return sizing
@@ -371,7 +381,7 @@ def _take_buffers(plan: ResolvedPlan, count: int, backend: Backend, owned: ExitS
         owned.callback(registration.unregister)
         address = buffer.address
     except PinRefused as refusal:
-        logger.info("%d staging buffers are not pinned: %s", count, refusal)
+        logger.info("%s not pinned: %s", format_count(count, "staging buffer"), refusal)
         region = system.map_region(count * plan.stride)
         owned.callback(region.free)
         address = region.address

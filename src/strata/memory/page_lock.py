@@ -89,11 +89,14 @@ def take_memory(
     slice_bytes: int = GIB,
     needed: NDArray[np.bool_] | None = None,
     num_cpus: int = 1,
+    level: int = logging.INFO,
 ) -> LockedMemory:
     """Memory for ``num_places`` of ``stride`` bytes, page-locked by the first path that works.
 
+        ``limit``: at most so many bytes page-locked, None: until refused. ``slice_bytes``: about one layer. ``needed``
     ``limit``: at most so many bytes page-locked, None: until refused. ``slice_bytes``: about one layer. ``needed``
-    (one flag a place): only these are worth locking. Raises ``MemoryPlanError`` when even ordinary memory is refused.
+        (one flag a place): only these are worth locking. ``level``: of the log line that says what was reached. Raises
+        ``MemoryPlanError`` when even ordinary memory is refused.
     """
     nbytes = num_places * stride
     assert nbytes > 0, "a copy of nothing is not taken"
@@ -102,14 +105,14 @@ def take_memory(
     if whole and not request.refuse_one_allocation and not request.prefer_slices:
         taken = _take_path_1(backend, num_places, stride, started)
         if taken is not None:
-            logger.info("%s", taken.report)
+            logger.log(level, "%s", taken.report)
             return taken
     threads = request.touch_threads
     if threads is None:
         threads = min(num_cpus, MOST_TOUCH_THREADS) if nbytes >= TOUCH_IN_PARALLEL else 1
     region = _map(nbytes, request)
     taken = _take_slices(backend, region, num_places, stride, request, limit, slice_bytes, needed, threads, started)
-    logger.info("%s", taken.report)
+    logger.log(level, "%s", taken.report)
     return taken
 
 
@@ -175,10 +178,13 @@ def _take_slices(
         room -= wanted
     aliases = _find_aliases(num_places, stride, region.address, granted)
     num_pinned = int(np.count_nonzero(aliases))
-    rest = "" if num_pinned == num_places else f", the rest {_lock_rest(region, granted)}"
-    counts = f"{len(granted):,} of {len(cuts):,} slices, {num_pinned:,} of {num_places:,} experts"
+    rest = "" if num_pinned == num_places else _lock_rest(region, granted)
     path = 2 if num_pinned else 3
-    report = _report(path, num_pinned * stride, nbytes, started, (counts if path == 2 else "pageable") + rest)
+    said = f"all pageable, {rest}"
+    if path == 2:
+        said = f"{len(granted):,} of {len(cuts):,} slices, {num_pinned:,} of {num_places:,} experts"
+        said += f", the rest {rest}" if rest else ""
+    report = _report(path, num_pinned * stride, nbytes, started, said)
     if request.partial and num_pinned:
         report = report.replace("page-locking path 2", "page-locking path 2 (hottest prefix, STRATA_PARTIAL_PIN)")
     return LockedMemory(region, num_places, stride, path, granted, report)
@@ -253,4 +259,6 @@ def _touch(address: int, nbytes: int, num_threads: int) -> None:
 
 def _report(path: int, pinned: int, nbytes: int, started: float, rest: str) -> str:
     seconds = time.monotonic() - started
-    return f"page-locking path {path}: {pinned / GIB:.2f} of {nbytes / GIB:.2f} GiB pinned, {rest}, {seconds:.1f} s"
+    unit, name = (GIB, "GiB") if nbytes >= GIB else (1 << 20, "MiB")
+    sizes = f"{pinned / unit:.2f} of {nbytes / unit:.2f} {name} pinned"
+    return f"page-locking path {path}: {sizes}, {rest}, {seconds:.1f} s"

@@ -7,13 +7,13 @@ are short and the option that helps. It must not allocate, and knows of experts 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strata.errors import MemoryPlanError
 from strata.memory.requests import DeviceRoom, MemoryRequest, ModelShape, RamMode
 from strata.memory.stager_sizing import StagerSizing, size_stager
 
-__all__ = ["GIB", "MIB", "PAGE", "ResolvedPlan", "expert_stride", "format_bytes", "plan"]
+__all__ = ["GIB", "MIB", "PAGE", "ResolvedPlan", "expert_stride", "format_bytes", "format_count", "plan"]
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -69,7 +69,7 @@ class ResolvedPlan:
         pools += [("RAM", name, size) for name, size in self.ram.items() if size]
         room = "RAM" if self.device.free_bytes is None else format_bytes(self.device.free_bytes)
         experts = f"{self.num_slots:,} of {self.shape.total_experts:,} experts in VRAM, {self.num_ram_experts:,} in RAM"
-        ring = f"ring {self.ring_slots} slots {'borrowed' if self.ring_borrowed else 'reserved'}"
+        ring = f"ring {format_count(self.ring_slots, 'slot')} {'borrowed' if self.ring_borrowed else 'reserved'}"
         ring = ring if self.ring_slots else "no ring"
         totals = f"VRAM {format_bytes(self.vram_bytes)} of {room}"
         totals += f", RAM {format_bytes(self.ram_bytes)} of {format_bytes(self.request.ram_bytes)}"
@@ -88,6 +88,11 @@ def format_bytes(nbytes: int) -> str:
     if nbytes >= MIB:
         return f"{nbytes / MIB:.1f} MiB"
     return f"{nbytes / 1024:.1f} KiB"
+
+
+def format_count(number: int, noun: str) -> str:
+    """'1 slot', '2 slots'."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def expert_stride(blob_bytes: int) -> int:
@@ -120,6 +125,7 @@ def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> Resol
     lendable = min(ring, num_slots) if borrowed else 0
     messages: list[str] = []
     mode, reason, num_ram = _choose_mode(shape, request, stride, sum(ram.values()), num_slots, lendable, messages)
+    request = _pins_of_mode(request, mode)
     if num_slots == 0 and (mode == "mapped" or num_ram == shape.total_experts):
         ram["staging"] = 0  # everything is computed where it lies
     ram["expert copy"] = num_ram * stride
@@ -299,6 +305,12 @@ def _reads_directly(
     """Whether the page cache is too small to help: it would hold less than a quarter of what only the file holds."""
     in_file = (shape.total_experts - num_slots - num_ram) * stride
     return mode == "budget" and in_file > 0 and 4 * (request.ram_bytes - ram_bytes) < in_file
+
+
+def _pins_of_mode(request: MemoryRequest, mode: RamMode) -> MemoryRequest:
+    """``request`` with the page-locking rule of the mode that is in force; only a budget has a hottest prefix."""
+    pin = request.pin if mode == "arena" or request.pin_below is None else request.pin_below
+    return replace(request, pin=replace(pin, partial=pin.partial and mode == "budget"))
 
 
 def _limit_pins(

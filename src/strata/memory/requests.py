@@ -113,3 +113,4 @@ class MemoryRequest:
     prefill_cpu_share: float = 0.0  # STRATA_PREFILL_CPU_SHARE: of a prompt's experts outside VRAM, the rarest
     num_cpus: int = 1
     pin: PinRequest = PinRequest()
+    pin_below: PinRequest | None = None  # of the modes below the arena; None: the same
