@@ -94,7 +94,6 @@ def take_memory(
     """Memory for ``num_places`` of ``stride`` bytes, page-locked by the first path that works.
 
         ``limit``: at most so many bytes page-locked, None: until refused. ``slice_bytes``: about one layer. ``needed``
-    ``limit``: at most so many bytes page-locked, None: until refused. ``slice_bytes``: about one layer. ``needed``
         (one flag a place): only these are worth locking. ``level``: of the log line that says what was reached. Raises
         ``MemoryPlanError`` when even ordinary memory is refused.
     """
@@ -180,7 +179,7 @@ def _take_slices(
     num_pinned = int(np.count_nonzero(aliases))
     rest = "" if num_pinned == num_places else _lock_rest(region, granted)
     path = 2 if num_pinned else 3
-    said = f"all pageable, {rest}"
+    said = f"ordinary memory, {rest}"
     if path == 2:
         said = f"{len(granted):,} of {len(cuts):,} slices, {num_pinned:,} of {num_places:,} experts"
         said += f", the rest {rest}" if rest else ""
