@@ -31,9 +31,10 @@ from strata.experts.tiers import Tier
 from strata.kernels.backend import Backend, DeviceMemoryFull, DeviceStream, PinRefused
 from strata.kernels.cpu.stager import Stager
 from strata.memory.page_lock import LockedMemory, take_memory
-from strata.memory.planner import ResolvedPlan, format_bytes, format_count
+from strata.memory.planner import ResolvedPlan, format_bytes
 from strata.memory.stager_sizing import StagerSizing, size_stager
 from strata.memory.system import system
+from strata.words import count_of
 
 __all__ = ["ExpertSystem"]
 
@@ -266,7 +267,7 @@ class ExpertSystem:
         if self.plan.ring_borrowed:
             needed = min(self._ring_limit, 2 * min(self.store.num_experts, num_picks))
             addresses = self._lender.lend(needed, keep=set(self.swaps.spares))
-            borrowed = format_count(len(addresses), "slot")
+            borrowed = count_of(len(addresses), "slot")
             logger.info("the prompt borrows %s (%s)", borrowed, format_bytes(len(addresses) * slots.stride))
         else:
             first = self.plan.num_slots + self.plan.num_spares
@@ -361,10 +362,10 @@ def _size(plan: ResolvedPlan, memory: LockedMemory | None, placement: _Placement
             "%s (%.1f MiB), ring %s (%s)",
             100 * share,
             sizing.source,
-            format_count(sizing.num_threads, "thread"),
-            format_count(sizing.num_buffers, "buffer"),
+            count_of(sizing.num_threads, "thread"),
+            count_of(sizing.num_buffers, "buffer"),
             sizing.num_buffers * plan.stride / (1 << 20),
-            format_count(min(plan.ring_slots, sizing.ring_slots), "slot"),
+            count_of(min(plan.ring_slots, sizing.ring_slots), "slot"),
             sizing.reason,
         )
     return sizing
@@ -381,7 +382,7 @@ def _take_buffers(plan: ResolvedPlan, count: int, backend: Backend, owned: ExitS
         owned.callback(registration.unregister)
         address = buffer.address
     except PinRefused as refusal:
-        logger.info("%s not pinned: %s", format_count(count, "staging buffer"), refusal)
+        logger.info("%s not pinned: %s", count_of(count, "staging buffer"), refusal)
         region = system.map_region(count * plan.stride)
         owned.callback(region.free)
         address = region.address

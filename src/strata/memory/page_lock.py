@@ -93,9 +93,9 @@ def take_memory(
 ) -> LockedMemory:
     """Memory for ``num_places`` of ``stride`` bytes, page-locked by the first path that works.
 
-        ``limit``: at most so many bytes page-locked, None: until refused. ``slice_bytes``: about one layer. ``needed``
-        (one flag a place): only these are worth locking. ``level``: of the log line that says what was reached. Raises
-        ``MemoryPlanError`` when even ordinary memory is refused.
+    ``limit``: at most so many bytes page-locked, None: until refused. ``slice_bytes``: about one layer. ``needed``
+    (one flag a place): only these are worth locking. ``level``: of the log line that says what was reached. Raises
+    ``MemoryPlanError`` when even ordinary memory is refused.
     """
     nbytes = num_places * stride
     assert nbytes > 0, "a copy of nothing is not taken"

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from strata.errors import MemoryPlanError
 from strata.memory.requests import DeviceRoom, MemoryRequest, ModelShape, RamMode
 from strata.memory.stager_sizing import StagerSizing, size_stager
+from strata.words import count_of
 
-__all__ = ["GIB", "MIB", "PAGE", "ResolvedPlan", "expert_stride", "format_bytes", "format_count", "plan"]
+__all__ = ["GIB", "MIB", "PAGE", "ResolvedPlan", "expert_stride", "format_bytes", "plan"]
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -69,7 +70,7 @@ class ResolvedPlan:
         pools += [("RAM", name, size) for name, size in self.ram.items() if size]
         room = "RAM" if self.device.free_bytes is None else format_bytes(self.device.free_bytes)
         experts = f"{self.num_slots:,} of {self.shape.total_experts:,} experts in VRAM, {self.num_ram_experts:,} in RAM"
-        ring = f"ring {format_count(self.ring_slots, 'slot')} {'borrowed' if self.ring_borrowed else 'reserved'}"
+        ring = f"ring {count_of(self.ring_slots, 'slot')} {'borrowed' if self.ring_borrowed else 'reserved'}"
         ring = ring if self.ring_slots else "no ring"
         totals = f"VRAM {format_bytes(self.vram_bytes)} of {room}"
         totals += f", RAM {format_bytes(self.ram_bytes)} of {format_bytes(self.request.ram_bytes)}"
@@ -88,11 +89,6 @@ def format_bytes(nbytes: int) -> str:
     if nbytes >= MIB:
         return f"{nbytes / MIB:.1f} MiB"
     return f"{nbytes / 1024:.1f} KiB"
-
-
-def format_count(number: int, noun: str) -> str:
-    """'1 slot', '2 slots'."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def expert_stride(blob_bytes: int) -> int:
