@@ -324,7 +324,7 @@ class Engine:
 
     def effects(self) -> list[Effect]:
         """What became of the options that a plan can overrule."""
-        return plan_effects(self._runtime.plan)
+        return plan_effects(self._runtime.plan, self.requested)
 
     @property
     def max_context(self) -> int:

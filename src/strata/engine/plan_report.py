@@ -43,7 +43,11 @@ class PlanReport:
     def refused(self) -> list[Effect]:
         """Options that somebody set and the plan does not follow."""
         asked = self.requested.origins
-        return [effect for effect in plan_effects(self.plan) if not effect.in_force and effect.option in asked]
+        return [
+            effect
+            for effect in plan_effects(self.plan, self.requested)
+            if not effect.in_force and effect.option in asked
+        ]
 
     def lines(self) -> list[str]:
         """For people. The plan's own lines are those that loading logs."""
@@ -114,7 +118,8 @@ def plan_subject(subject: PlanSubject, requested: Requested, machine: Machine) -
 
 def planned_effects(requested: Requested, machine: Machine) -> list[Effect]:
     """For ``strata plan --show-config``."""
-    return plan_effects(plan_subject(find_subject(requested.model, kv_format(requested)), requested, machine))
+    plan = plan_subject(find_subject(requested.model, kv_format(requested)), requested, machine)
+    return plan_effects(plan, requested)
 
 
 def plan_room(requested: Requested, machine: Machine) -> DeviceRoom:

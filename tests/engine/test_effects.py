@@ -1,0 +1,102 @@
+"""``--show-config`` against what a plan really does with each option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from strata.config_sources import Effect, resolve
+from strata.engine.plan_report import planned_effects
+from strata.kernels.cpu.pool import default_threads
+from strata.memory.probe import Machine
+
+GIB = 1 << 30
+TOTAL = 48 * 128  # experts of qwen3-30b
+PINS = (
+    "complement_pin_gib",
+    "arena_pin_gib",
+    "pin_margin_gib",
+    "pin_by_need",
+    "partial_pin",
+    "test_complement_refuse",
+)
+
+
+def effects(ram_gib: float = 64, *, given: bool = False, **options: Any) -> dict[str, Effect]:
+    """On a machine with that much free RAM, or with ``given`` under ``--ram-gib``."""
+    ram = int(ram_gib * GIB)
+    machine = Machine("", 8, 64 * GIB, ram, "free RAM", None, (), ())
+    asked = {"ram_gib": ram_gib} if given else {}
+    found = planned_effects(resolve(arguments={"model": "qwen3-30b", **asked, **options}), machine)
+    assert len({effect.option for effect in found}) == len(found), "one effect an option"
+    return {effect.option: effect for effect in found}
+
+
+def test_what_was_left_to_the_plan_has_its_number() -> None:
+    found = effects()
+    assert found["max_context"] == Effect("max_context", True, "8,192 positions")
+    assert found["threads"].why.split()[0] == str(default_threads())
+    assert found["ram_gib"].why.startswith("64.00 GiB may be used: ")
+    assert found["resident_headroom_gib"] == Effect("resident_headroom_gib", True, "4.00 GiB stay free")
+    assert found["vram_gib"].why.startswith("no device memory")
+    assert effects(8)["resident_headroom_gib"].why == "2.00 GiB stay free"
+    assert effects(threads=1)["threads"].why == "1 thread"
+
+
+def test_ram_gib_leaves_no_headroom_unless_it_is_asked_for() -> None:
+    found = effects(30, given=True)
+    assert found["ram_gib"].why == "30.00 GiB may be used"
+    assert found["resident_headroom_gib"] == Effect("resident_headroom_gib", False, "--ram-gib says what may be used")
+    assert effects(30, given=True, resident_headroom_gib=0)["resident_headroom_gib"].in_force
+    assert effects(30, given=True, resident_headroom_gib=2)["resident_headroom_gib"].why == "2.00 GiB stay free"
+
+
+def test_ram_stands_in_for_device_memory() -> None:
+    vram = effects(vram_gib=6)["vram_gib"]
+    assert vram.in_force
+    assert vram.why.startswith("RAM stands in for device memory, ")
+    assert vram.why.endswith("of 6.00 GiB planned")
+
+
+def test_a_cache_larger_than_the_model_and_a_chunk_larger_than_the_context_are_said_to_be_cut() -> None:
+    found = effects(expert_cache=TOTAL + 1, prefill=4096, max_context=1000)
+    assert found["expert_cache"].why.startswith("6,144 slots of ")
+    assert found["expert_cache"].why.endswith("cut from 6,145: the model has no more experts")
+    assert found["prefill"].why == "chunks of up to 1,000 rows, all that the context holds"
+    found = effects(expert_cache=TOTAL, prefill=100)
+    assert "cut" not in found["expert_cache"].why
+    assert found["prefill"].why == "chunks of up to 100 rows"
+
+
+@pytest.mark.parametrize(
+    ("options", "every", "swaps"),
+    [
+        ({"expert_cache": 0}, False, False),
+        ({"expert_cache": TOTAL}, False, False),
+        ({"expert_cache": 48}, True, True),
+        ({"expert_cache": 48, "adapt_every": 0}, True, False),
+        ({"expert_cache": 48, "adapt_swaps": 0}, False, True),
+    ],
+)
+def test_rounds_and_swaps_act_together(options: dict[str, int], every: bool, swaps: bool) -> None:
+    found = effects(**options)
+    assert (found["adapt_every"].in_force, found["adapt_swaps"].in_force) == (every, swaps)
+    assert found["adapt_every"].why
+    assert found["adapt_swaps"].why
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"expert_cache": 48}, {"complement_pin_gib", "pin_margin_gib", "partial_pin"}),
+        ({"expert_cache": 48, "resident_experts": True}, {"arena_pin_gib", "pin_margin_gib", "partial_pin"}),
+        ({"expert_cache": 48, "resident_budget_gib": 4}, {"arena_pin_gib", "pin_margin_gib"}),
+        ({"expert_cache": 48, "mmap_experts": True}, set(PINS)),
+        ({}, set(PINS)),  # no device reads anything
+    ],
+)
+def test_page_locking_variables_that_count_nothing_are_refused(options: dict[str, Any], refused: set[str]) -> None:
+    found = effects(**options)
+    assert {name for name in PINS if name in found and not found[name].in_force} == refused
+    assert all(found[name].why for name in refused)
