@@ -139,9 +139,11 @@ def print_outlook(requested: Requested) -> None:
             continue
         plan = outlook.plan
         ram = format_bytes(plan.ram_bytes)
-        kept = f"{plan.num_ram_experts:,} of {plan.shape.total_experts:,} experts in RAM"
-        rest = "" if plan.num_ram_experts == plan.shape.total_experts else ", the rest read from the file"
-        print(f"  {outlook.name:12} {sizes}: yes, {kept}{rest}; {ram} of RAM with headroom, mode {plan.mode}")
+        share = (plan.num_slots + plan.num_ram_experts) / plan.shape.total_experts  # device memory is RAM here
+        answer = "yes, all experts in RAM"
+        if share < 1:  # rounded down, so that 100 % is said of all of them alone
+            answer = f"slowly, from the file: {int(100 * share)} % of the experts fit in RAM"
+        print(f"  {outlook.name:12} {sizes}: {answer}; {ram} of RAM with headroom, mode {plan.mode}")
     print()
 
 
