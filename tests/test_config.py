@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.config import BY_NAME, OPTIONS, Requested
-from strata.config_sources import Effect, format_configuration, resolve, unknown_variables
+from strata.config_sources import Effect, format_configuration, resolve, resolve_here, unknown_variables
 from strata.errors import ConfigError
 from strata.option_values import Prefill, format_value
 
@@ -187,6 +187,9 @@ def test_a_bad_value_below_a_good_one_is_still_an_error() -> None:
     ("text", "words"),
     [
         ("vram_gigs = 3", "did you mean vram_gib"),
+        ("max-context = 3", "did you mean max_context"),
+        ("context = 3", "did you mean max_context"),
+        ("vram = 3", "did you mean vram_"),
         ("vram_gib = ", "cannot be read as TOML"),
         ("[memory]\nvram_gib = 3", "'memory' is no option"),
         ("vram_gib = [1, 2]", "holds a list"),
@@ -248,3 +251,22 @@ def test_printed_configuration() -> None:
     assert by_name["STRATA_PIN_BY_NEED"].endswith("environment   refused: the device needs no pins")
     with pytest.raises(AssertionError, match="no option"):
         format_configuration(requested, [Effect("pin_by_ned", in_force=True)])
+
+
+def test_a_model_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        if path.name == "strata.toml":
+            raise PermissionError(13, "Permission denied", str(path))
+        return False
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(
+        ConfigError, match=r"strata\.toml cannot be looked for: Permission denied .*right to enter"
+    ) as caught:
+        resolve_here(arguments={"model": str(tmp_path)})
+    assert str(tmp_path) in caught.value.hint
+
+
+def test_threads_are_bounded_where_the_option_is_read() -> None:
+    with pytest.raises(ConfigError, match=r"--threads: '257'.*1 to 256"):
+        resolve(command_line={"threads": "257"})

@@ -26,7 +26,12 @@ __all__ = ["Effect", "format_configuration", "resolve", "resolve_here", "unknown
 
 
 def suggest(word: str, among: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(among), n=1, cutoff=0.7)
+    """'; did you mean NAME?' for the name that is spelt most like ``word``, else for one that shares a word with it."""
+    names = sorted(among)
+    spelt = word if word.isupper() else word.lower().replace("-", "_")
+    close = difflib.get_close_matches(spelt, names, n=1, cutoff=0.7 if word.isupper() else 0.6)
+    own = set(spelt.split("_")) - {ENVIRONMENT_PREFIX.rstrip("_")}
+    close = close or [name for name in names if own & set(name.split("_"))]
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -116,9 +121,16 @@ def resolve_here(
             home_file=home.config_file,
         )
 
-    requested = read(None)
-    model_file = home.model_file(requested.model)
-    return read(model_file) if model_file is not None and model_file.exists() else requested
+    try:
+        requested = read(None)
+        model_file = home.model_file(requested.model)
+        return read(model_file) if model_file is not None and model_file.exists() else requested
+    except OSError as error:  # of looking whether a file is there: reading one is read_toml's
+        where = Path(error.filename or ".")
+        raise ConfigError(
+            f"{where} cannot be looked for: {error.strerror}",
+            f"give this user the right to enter {where.parent}, or name another folder",
+        ) from None
 
 
 def refuse_contradictions(requested: Requested) -> None:

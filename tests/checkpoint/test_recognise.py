@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,10 @@ def _folder(path: Path, files: dict[str, bytes | dict]) -> Path:
 
 def _quantised(**config: object) -> dict[str, bytes | dict]:
     return {"config.json": {"model_type": "m", "quantization_config": config}, "model.safetensors": b"x"}
+
+
+def _without_weights(**config: object) -> dict[str, bytes | dict]:
+    return {"config.json": _quantised(**config)["config.json"]}
 
 
 CASES: list[tuple[str, dict[str, bytes | dict], Kind, str]] = [
@@ -59,6 +65,15 @@ CASES: list[tuple[str, dict[str, bytes | dict], Kind, str]] = [
     ("pickle", {"config.json": {}, "pytorch_model.bin": b"PK"}, Kind.PICKLE, "pickle"),
     ("no config", {"model.safetensors": b""}, Kind.NO_CONFIG, "no config.json"),
     ("bad config", {"model.safetensors": b"", "config.json": b"[]"}, Kind.NO_CONFIG, "not a JSON object"),
+    ("awq without weights", _without_weights(quant_method="awq"), Kind.QUANTISED, "AWQ"),
+    ("fp8 without weights", _without_weights(quant_method="fp8"), Kind.QUANTISED, "FP8"),
+    (
+        "fp8 but for experts, without weights",
+        _without_weights(quant_method="fp8", modules_to_not_convert=["model.layers.0.mlp.experts"]),
+        Kind.NO_WEIGHTS,
+        "no *.safetensors",
+    ),
+    ("mlx without weights", {"config.json": {"quantization": {"group_size": 64, "bits": 4}}}, Kind.QUANTISED, "MLX"),
     ("no weights", {"config.json": {}, "tokenizer.json": {}}, Kind.NO_WEIGHTS, "no *.safetensors"),
     ("cache", {"snapshots/0a1b/config.json": {}, "refs/main": b"0a1b"}, Kind.UNKNOWN, "snapshots/0a1b"),
     ("other folder", {"a.txt": b"", "b.txt": b""}, Kind.UNKNOWN, "a.txt, b.txt"),
@@ -145,3 +160,25 @@ def test_pack_and_checkpoint_are_told_apart(tmp_path: Path) -> None:
 def test_unfinished_pack(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "pack.unfinished", {"experts-00000.bin": b""})
     assert recognise(folder).kind is Kind.UNFINISHED_PACK
+
+
+def test_a_pipe_or_a_device_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "config.json")
+    (tmp_path / "x.safetensors").touch()
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(CheckpointError, match="neither a folder nor a regular file"):
+            find_checkpoint(path)
+    assert recognise(tmp_path).kind is Kind.NO_CONFIG
+
+
+def test_what_the_system_refuses_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be read: File name too long .*give the path of a folder"):
+        recognise("x" * 5000)
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(CheckpointError, match=r"sealed cannot be read: Permission denied .*the right to read it"):
+        recognise(tmp_path / "sealed")

@@ -15,6 +15,7 @@ from typing import Any
 from strata.checkpoint.dense_writer import SLICE_BYTES
 from strata.checkpoint.pack_reader import PackReader
 from strata.checkpoint.pack_writer import FamilyModule, Progress
+from strata.checkpoint.recognise import naming_config
 from strata.checkpoint.safetensors_reader import Checkpoint
 from strata.checkpoint.source_model import SourceModel
 
@@ -73,8 +74,9 @@ def describe_checkpoint(folder: str | Path, find_family: Callable[[Mapping[str, 
     Raises ``CheckpointError`` for one that could not be packed.
     """
     with Checkpoint(folder) as checkpoint:
-        family = find_family(checkpoint.config)
-        config = family.read_config(checkpoint.config)
+        with naming_config(checkpoint.folder):
+            family = find_family(checkpoint.config)
+            config = family.read_config(checkpoint.config)
         model = SourceModel(checkpoint, family.weight_map(config))
         stored = Counter[str]()
         for spec in checkpoint.specs.values():

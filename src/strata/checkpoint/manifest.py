@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from strata.checkpoint.recognise import MANIFEST_FILE, PACK_FORMAT_NAME
+from strata.checkpoint.recognise import MANIFEST_FILE, PACK_FORMAT_NAME, unreadable
 from strata.errors import CheckpointError
 from strata.version import VERSION
 
@@ -139,7 +139,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise unreadable(path, error) from error
     raw = _check_digest(path, data, again)
     version = raw.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:

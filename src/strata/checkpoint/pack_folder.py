@@ -45,7 +45,7 @@ class WholeFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be written: {error.strerror}") from error
+            raise self._unwritable(self.path, error) from error
         self._clear()
         free = shutil.disk_usage(self.path).free
         if free < self.needed_bytes:
@@ -103,7 +103,14 @@ class WholeFolder:
     def _explain(self, error: OSError) -> CheckpointError:
         if error.errno in _DISK_FULL:
             return self._no_room(shutil.disk_usage(self.destination.parent).free, error)
-        return CheckpointError(f"{self.destination} cannot be written: {error.strerror}")
+        return self._unwritable(self.destination, error)
+
+    @staticmethod
+    def _unwritable(path: Path, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{path} cannot be written: {error.strerror}",
+            f"give a destination (or a STRATA_HOME) in which you can write; look at the rights of {path.parent}",
+        )
 
     def _take_lock(self) -> None:
         self._lock = (self.path / _LOCK_FILE).open("wb")

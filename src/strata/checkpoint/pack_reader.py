@@ -23,7 +23,7 @@ from strata.checkpoint.in_order import in_order
 from strata.checkpoint.manifest import DENSE_FILE, EXPERT_TABLES_FILE, DenseTensor, Manifest, TableRecord, read_manifest
 from strata.checkpoint.pack_checksum import tensor_checksum
 from strata.checkpoint.pack_writer import LAYOUT_NUMBER
-from strata.checkpoint.recognise import MANIFEST_FILE, find_pack
+from strata.checkpoint.recognise import MANIFEST_FILE, find_pack, unreadable
 from strata.checkpoint.safetensors_header import TensorSpec, parse_header
 from strata.checkpoint.safetensors_reader import list_names, read_bytes
 from strata.checkpoint.table_rows import TableFile, row_bytes
@@ -260,7 +260,7 @@ class PackReader:
             try:
                 self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+                raise unreadable(path, error) from error
         return self._files[path]
 
     def _read_tensor(self, spec: TensorSpec, expected: str | None = None) -> torch.Tensor:

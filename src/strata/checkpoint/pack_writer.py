@@ -39,7 +39,7 @@ from strata.checkpoint.manifest import (
     encode_manifest,
 )
 from strata.checkpoint.pack_folder import WholeFolder
-from strata.checkpoint.recognise import MANIFEST_FILE
+from strata.checkpoint.recognise import MANIFEST_FILE, naming_config
 from strata.checkpoint.safetensors_reader import Checkpoint
 from strata.checkpoint.source_model import ExpertWeights, Projection, SourceModel, WeightSource
 from strata.checkpoint.table_rows import TableFormat, encode_rows, row_bytes
@@ -100,8 +100,9 @@ def pack_checkpoint(
     """Packs the checkpoint folder ``source`` and returns the pack's folder. ``find_family`` maps a raw config to its
     family. Raises ``CheckpointError`` for a source that does not fit and for a disk without room."""
     with Checkpoint(source) as checkpoint:
-        family = find_family(checkpoint.config)
-        config = family.read_config(checkpoint.config)
+        with naming_config(checkpoint.folder):
+            family = find_family(checkpoint.config)
+            config = family.read_config(checkpoint.config)
         model = SourceModel(checkpoint, family.weight_map(config))
         return write_pack(model, destination, str(config.family), options, progress)
 

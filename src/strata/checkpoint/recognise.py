@@ -7,8 +7,10 @@ thing is and what is read instead. It must not know any model family, and never 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 from strata.errors import CheckpointError
 
-__all__ = ["Kind", "Recognised", "find_checkpoint", "find_pack", "recognise"]
+__all__ = ["Kind", "Recognised", "find_checkpoint", "find_pack", "naming_config", "recognise", "unreadable"]
 
 PACK_FORMAT_NAME = "strata-pack"
 MANIFEST_FILE = "manifest.json"
@@ -100,12 +102,37 @@ _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
 def recognise(path: str | Path) -> Recognised:
     """Looks at ``path`` without reading weights. Raises only if the operating system refuses the look."""
     path = Path(path).expanduser()
-    if not path.exists():
-        return Recognised(path, Kind.ABSENT, "does not exist", f"give the path of a folder; {READS}")
     try:
-        return _recognise_folder(path) if path.is_dir() else _recognise_file(path)
-    except PermissionError as error:
-        raise CheckpointError(f"{error.filename or path} cannot be read: permission denied") from error
+        if not path.exists():
+            return Recognised(path, Kind.ABSENT, "does not exist", f"give the path of a folder; {READS}")
+        if path.is_dir():
+            return _recognise_folder(path)
+        if not path.is_file():  # opening a pipe would wait for its writer, reading a device might never end
+            return Recognised(path, Kind.UNKNOWN, "is neither a folder nor a regular file")
+        return _recognise_file(path)
+    except OSError as error:
+        raise unreadable(Path(error.filename or path), error) from error
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """The one-line error for a file or folder that the operating system does not let be read, with the way out."""
+    hint = "look at the file and the disk that it lies on"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        hint = "give this user the right to read it, and to enter the folders above it"
+    elif error.errno == errno.ENAMETOOLONG:
+        hint = f"give the path of a folder; {READS}"
+    return CheckpointError(f"{path} cannot be read: {error.strerror}", hint)
+
+
+@contextlib.contextmanager
+def naming_config(folder: Path) -> Iterator[None]:
+    """A family's refusal of a config says 'config.json'; here it becomes the path of this folder's own."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not error.message.startswith("config.json"):
+            raise
+        raise CheckpointError(f"{folder / 'config.json'}{error.message[len('config.json') :]}", error.hint) from error
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -178,7 +205,7 @@ def _recognise_folder(path: Path) -> Recognised:
                 f"holds {safetensors[0]} but no config.json",
                 "put the config.json of the checkpoint beside its safetensors",
             )
-        return _recognise_config(path, names)
+        return _recognise_config(path) or Recognised(path, Kind.SAFETENSORS, "is a safetensors checkpoint")
     gguf = next((name for name in names if name.endswith(".gguf")), None)
     if gguf:
         return _gguf(path / gguf)
@@ -186,7 +213,9 @@ def _recognise_folder(path: Path) -> Recognised:
     if pickle:
         return _pickle(path / pickle)
     if "config.json" in names or "model.safetensors.index.json" in names:
-        return Recognised(
+        # The config first: weights that would not be read need not be fetched.
+        refused = _recognise_config(path, has_weights=False) if "config.json" in names else None
+        return refused or Recognised(
             path, Kind.NO_WEIGHTS, "has no *.safetensors", "the download may be unfinished; fetch it again"
         )
     return Recognised(path, Kind.UNKNOWN, f"is a folder without a model (it holds {_some(names)})")
@@ -211,7 +240,11 @@ def _recognise_manifest(path: Path) -> Recognised:
     )
 
 
-def _recognise_config(path: Path, names: list[str]) -> Recognised:
+def _recognise_config(path: Path, *, has_weights: bool = True) -> Recognised | None:
+    """Why the folder's config.json says that its weights cannot be read; None where it does not.
+
+    FP8 is for the tensors to decide, where there are some: it is read in all but experts.
+    """
     config = _read_json(path / "config.json")
     if not isinstance(config, dict):
         return Recognised(
@@ -221,6 +254,8 @@ def _recognise_config(path: Path, names: list[str]) -> Recognised:
             "fetch config.json of the checkpoint again",
         )
     refused = refused_quantisation(config, _read_json(path / "hf_quant_config.json"))
+    if not refused and not has_weights and _experts_in_fp8(config):
+        refused = "an FP8 checkpoint, experts included"
     if refused:
         return Recognised(
             path,
@@ -228,7 +263,7 @@ def _recognise_config(path: Path, names: list[str]) -> Recognised:
             f"is {refused}, which is not read",
             "use the BF16 checkpoint or an NVFP4 one (compressed-tensors or ModelOpt) of the same model",
         )
-    return Recognised(path, Kind.SAFETENSORS, "is a safetensors checkpoint")
+    return None
 
 
 def refused_quantisation(config: dict[str, Any], modelopt: Any = None) -> str:
@@ -255,6 +290,13 @@ def refused_quantisation(config: dict[str, Any], modelopt: Any = None) -> str:
     if method == "fp8":
         return ""
     return f"a checkpoint quantised by {method or 'an unnamed method'!r}"
+
+
+def _experts_in_fp8(config: dict[str, Any]) -> bool:
+    quantisation = config.get("quantization_config")
+    if not isinstance(quantisation, dict) or str(quantisation.get("quant_method", "")).lower() != "fp8":
+        return False
+    return "expert" not in str(quantisation.get("modules_to_not_convert"))
 
 
 def _gguf(path: Path) -> Recognised:
@@ -295,7 +337,7 @@ def _unfinished(path: Path) -> Recognised:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_bytes()) if path.is_file() else None
     except (FileNotFoundError, ValueError, RecursionError):
         return None
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strata.checkpoint.recognise import unreadable
 from strata.errors import CheckpointError
 
 __all__ = ["DTYPE_BITS", "TensorSpec", "parse_header"]
@@ -83,7 +84,7 @@ def parse_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
                 )
             text = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise unreadable(path, error) from error
     entries = _parse_json(path, text)
     metadata = _take_metadata(path, entries)
     specs = {name: _parse_entry(path, name, entry, 8 + length) for name, entry in entries.items()}

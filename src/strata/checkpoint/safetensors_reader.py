@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from strata.checkpoint.recognise import find_checkpoint
+from strata.checkpoint.recognise import find_checkpoint, unreadable
 from strata.checkpoint.safetensors_header import TensorSpec, parse_header
 from strata.errors import CheckpointError
 
@@ -90,7 +90,7 @@ class Checkpoint:
                 try:
                     self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
                 except OSError as error:
-                    raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+                    raise unreadable(path, error) from error
             return self._files[path]
 
     def close(self) -> None:
@@ -123,7 +123,9 @@ def read_bytes(descriptor: int, offset: int, nbytes: int, what: str) -> np.ndarr
         try:
             count = _read_into(descriptor, view[done : done + (1 << 30)], offset + done)
         except OSError as error:
-            raise CheckpointError(f"{what} cannot be read: {error.strerror}") from error
+            raise CheckpointError(
+                f"{what} cannot be read: {error.strerror}", "look at the disk that it lies on"
+            ) from error
         if count == 0:
             raise CheckpointError(
                 f"{what} is cut short: {done} of {nbytes} bytes could be read", "fetch the file again"

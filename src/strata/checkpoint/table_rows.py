@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from strata.checkpoint.pack_checksum import row_checks
-from strata.errors import CheckpointError
+from strata.checkpoint.recognise import unreadable
 from strata.kernels.cpu.gather import TableFormat, gather_rows, table_row_bytes
 from strata.kernels.cpu.packing import quantise
 
@@ -73,7 +73,7 @@ class TableFile:
         try:
             self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            raise unreadable(path, error) from error
 
     def gather(self, rows_TK: npt.NDArray[np.int64]) -> torch.Tensor:
         """FP32 T x (K * columns): the K rows of each token side by side.

@@ -24,13 +24,16 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
     """Prints what a model holds; with --check, also reads every byte of it."""
-    from strata.checkpoint.description import describe_checkpoint, describe_pack
-    from strata.checkpoint.pack_reader import PackReader
     from strata.checkpoint.recognise import Kind, recognise
-    from strata.models import find
 
     path = _find(model)
     found = recognise(path)
+    if found.kind not in (Kind.SAFETENSORS, Kind.PACK):
+        raise found.refuse()
+    from strata.checkpoint.description import describe_checkpoint, describe_pack
+    from strata.checkpoint.pack_reader import PackReader
+    from strata.models import find
+
     if found.kind is Kind.SAFETENSORS:
         description = describe_checkpoint(path, find)
         if check:
@@ -51,11 +54,12 @@ def _find(model: str | None) -> Path:
         opened = open_model(None)
         opened.close()
         return opened.reader.folder
+    from strata.checkpoint.recognise import Kind, recognise
     from strata.paths import find_home
 
-    path = Path(model).expanduser()
     kept = find_home().models / model
-    return kept if not path.exists() and kept.exists() else path
+    is_name = recognise(model).kind is Kind.ABSENT and recognise(kept).kind is not Kind.ABSENT
+    return kept if is_name else Path(model).expanduser()
 
 
 def _read_checkpoint(path: Path) -> int:

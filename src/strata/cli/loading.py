@@ -39,7 +39,10 @@ def phase_bars() -> Iterator[Progress]:
 
 
 def load_engine(requested: Requested) -> Engine:
-    """Opens the model that was asked for."""
+    """Opens the model that was asked for. A wrong path is told before anything heavy is imported."""
+    from strata.engine.locate import locate
+
+    locate(requested.model)
     from strata.engine.engine import Engine
 
     with phase_bars() as on_progress:

@@ -17,10 +17,12 @@ __all__ = ["is_model", "split_model_and_prompt"]
 
 def is_model(word: str) -> bool:
     """Whether ``word`` is an existing folder or file, or the name of a model in STRATA_HOME."""
+    if not word:
+        return False
     try:
         if Path(word).expanduser().exists():
             return True
-        return "/" not in word and word != "" and (find_home().models / word).exists()
+        return "/" not in word and (find_home().models / word).exists()
     except OSError:  # a prompt too long to be a name
         return False
 

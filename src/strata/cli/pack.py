@@ -21,6 +21,11 @@ def command(
     hyper: Annotated[str, typer.Option(help="Format of hyper-connections: bf16, q8_0, or f32.")] = "bf16",
 ) -> None:
     """Makes a pack of a checkpoint. Experts that are NVFP4 already are taken over without loss."""
+    from strata.checkpoint.recognise import Kind, recognise
+
+    found = recognise(source)  # a wrong path is told before anything heavy is imported
+    if found.kind not in (Kind.SAFETENSORS, Kind.PACK):
+        raise found.refuse()
     from strata.checkpoint.pack_writer import PackOptions, pack_checkpoint
     from strata.models import find
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from strata.checkpoint.dense_writer import DenseFormats, plan_dense
 from strata.checkpoint.pack_reader import PackReader
-from strata.checkpoint.recognise import Kind, recognise
-from strata.engine.models import BUILT_IN_NAME, SMALL_NAME, shipped_pack
+from strata.checkpoint.recognise import Kind, naming_config, recognise
+from strata.engine.locate import BUILT_IN_NAME, SMALL_NAME, shipped_pack
 from strata.engine.shape import config_shape, reader_shape
 from strata.errors import CheckpointError
 from strata.models import find
@@ -83,12 +83,14 @@ def find_subject(name: str | None, kv: KvFormat) -> PlanSubject:
             )
         path = kept
     if path.is_file() and path.suffix == ".json":
-        return _of_config(path.resolve().parent.name, "config.json", _read_config(path), kv)
+        with naming_config(path.parent):
+            return _of_config(path.resolve().parent.name, "config.json", _read_config(path), kv)
     found = recognise(path)
     if found.kind is Kind.PACK:
         return _of_pack(path, kv, "pack")
     if found.kind is Kind.SAFETENSORS or (path / "config.json").is_file():
-        return _of_config(path.resolve().name, "checkpoint folder", _read_config(path / "config.json"), kv)
+        with naming_config(path):
+            return _of_config(path.resolve().name, "checkpoint folder", _read_config(path / "config.json"), kv)
     raise found.refuse()
 
 

@@ -30,9 +30,12 @@ def find(raw: Mapping[str, Any]) -> Family:
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise CheckpointError(
-            "config.json has no list of architectures", f"one of {', '.join(ARCHITECTURES)} is expected there"
+            "config.json has no list of architectures", f"use a checkpoint of {' or '.join(ARCHITECTURES)}"
         )
     for name in names:
         if name in ARCHITECTURES:
             return cast("Family", importlib.import_module(f"strata.models.{ARCHITECTURES[name]}"))
-    raise CheckpointError(f"architecture {', '.join(names)} is not implemented", f"read are {', '.join(ARCHITECTURES)}")
+    raise CheckpointError(
+        f"config.json: architecture {', '.join(names)} is not implemented",
+        f"use a checkpoint of {' or '.join(ARCHITECTURES)}",
+    )

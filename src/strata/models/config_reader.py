@@ -5,6 +5,7 @@ Lives in ``models`` because families share it; the names it is asked for are the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -77,14 +78,14 @@ class ConfigReader:
         """A string out of ``allowed``; anything else is not implemented."""
         found = self.value(key, default=default)
         if not isinstance(found, str) or found not in allowed:
-            raise self.refusal(f"{key} {found!r} is not implemented", f"implemented: {', '.join(sorted(allowed))}")
+            raise self._not_implemented(key, found, *sorted(allowed))
         return found
 
     def require(self, key: str, expected: Any, *, default: Any = _ABSENT) -> None:
         """Refuses any other value than ``expected``. Without a default the key's absence counts as ``expected``."""
         found = self.value(key, default=expected if default is _ABSENT else default)
         if found != expected or isinstance(found, bool) != isinstance(expected, bool):
-            raise self.refusal(f"{key} {found!r} is not implemented", f"implemented: {expected!r}")
+            raise self._not_implemented(key, found, expected)
 
     def ids(self, key: str) -> tuple[int, ...]:
         """Token ids given as one integer or a list; empty when absent."""
@@ -110,7 +111,9 @@ class ConfigReader:
         reader = ConfigReader({**beside, **inside}, f"{self._where} {name}")
         kind = reader.value("rope_type", "type", default="default")
         if kind not in ("default", "mrope"):
-            raise self.refusal(f"rope type {kind!r} is not implemented", "implemented: 'default'")
+            raise self.refusal(
+                f"rope type {kind!r} is not implemented", "use a checkpoint whose rope type is 'default'"
+            )
         return reader
 
     def refuse_foreign_arithmetic(self) -> None:
@@ -118,5 +121,16 @@ class ConfigReader:
         for key, plain in _PLAIN.items():
             self.require(key, plain)
 
+    def _not_implemented(self, key: str, found: Any, *allowed: Any) -> CheckpointError:
+        return self.refusal(
+            f"{key} is {_as_json(found)}, which is not implemented",
+            f"use a checkpoint whose {key} is {' or '.join(map(_as_json, allowed))}",
+        )
+
     def refusal(self, what: str, hint: str = "") -> CheckpointError:
         return CheckpointError(f"{self._where}: {what}", hint)
+
+
+def _as_json(value: Any) -> str:
+    """As the file writes it: true, not True."""
+    return json.dumps(value, default=str)

@@ -1,0 +1,84 @@
+"""A model's name to a folder: what is refused before a byte is packed, and what makes a pack out of date."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strata.engine.locate import locate
+from strata.engine.models import open_model
+from strata.errors import CheckpointError
+
+
+@pytest.fixture
+def own(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the checkpoint, and a STRATA_HOME without models."""
+    monkeypatch.setenv("STRATA_HOME", str(tmp_path / "home"))
+    return Path(shutil.copytree(checkpoint, tmp_path / "mine"))
+
+
+def made(own: Path) -> list[str]:
+    return [path.name for path in (own.parent / "home" / "models").glob("*")]
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}"])
+def test_a_tokenizer_that_is_not_read_leaves_no_pack_and_names_the_users_folder(own: Path, content: str | None) -> None:
+    (own / "tokenizer.json").unlink()
+    if content is not None:
+        (own / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        open_model(str(own))
+    assert caught.value.message.startswith(str(own))
+    assert not made(own)
+
+
+def test_a_new_chat_template_makes_a_new_pack(own: Path) -> None:
+    open_model(str(own)).close()
+    open_model(str(own)).close()
+    assert len(made(own)) == 1
+    (own / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    opened = open_model(str(own))
+    opened.close()
+    assert len(made(own)) == 2
+    assert opened.text.template is not None
+    assert "messages[0].content" in opened.text.template.sources["default"]
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_the_config_is_looked_at_first_and_named_by_its_path(own: Path, has_weights: bool) -> None:
+    if not has_weights:
+        for file in own.glob("*.safetensors"):
+            file.unlink()
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps({**config, "architectures": ["NovelForCausalLM"]}))
+    with pytest.raises(CheckpointError) as caught:
+        locate(str(own))
+    assert caught.value.message == f"{own}/config.json: architecture NovelForCausalLM is not implemented"
+    (own / "config.json").write_text(json.dumps({**config, "use_sliding_window": True}))
+    with pytest.raises(CheckpointError) as caught:
+        locate(str(own))
+    assert caught.value.message == f"{own}/config.json: use_sliding_window is true, which is not implemented"
+    assert caught.value.hint == "use a checkpoint whose use_sliding_window is false"
+
+
+def test_an_unknown_name_lists_five_models_at_most(own: Path) -> None:
+    for number in range(7):
+        (own.parent / "home" / "models" / f"m{number}").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="no model 'absent'") as caught:
+        locate("absent")
+    assert caught.value.hint.endswith("STRATA_HOME has m0, m1, m2, m3, m4 and 2 more (strata list)")
+
+
+def test_a_wrong_path_is_told_without_torch() -> None:
+    code = (
+        "import sys; from strata.cli.app import main\n"
+        "for words in (['run', '/nowhere', 'x'], ['inspect', '/nowhere'], ['pack', '/nowhere', '/x']):\n"
+        "    assert main(words) == 2\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
