@@ -8,7 +8,10 @@ import pytest
 
 from strata.config import Requested
 from strata.config_sources import resolve
+from strata.engine.plan_report import plan_subject
+from strata.engine.plan_subject import find_subject
 from strata.engine.planning import headroom_bytes
+from strata.memory.probe import Machine
 
 GIB = 1 << 30
 
@@ -33,3 +36,14 @@ def test_headroom_is_a_quarter_of_a_small_machine_unless_set(
 
 def test_headroom_set_without_an_origin_counts_as_set() -> None:
     assert headroom_bytes(dataclasses.replace(Requested(), resident_headroom_gib=0.5), 64 * GIB) == GIB // 2
+
+
+@pytest.mark.parametrize("free_mib", [256, 1024, 4096])
+def test_the_built_in_model_is_planned_on_a_machine_with_little_free_ram(free_mib: int) -> None:
+    free = free_mib << 20
+    plan = plan_subject(
+        find_subject(None, "bf16"), Requested(), Machine("", 2, 4 * GIB, free, "free RAM", None, (), ())
+    )
+    assert plan.mode == "arena"
+    assert plan.ram["headroom"] == free // 4
+    assert plan.ram_bytes <= free
