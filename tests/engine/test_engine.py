@@ -53,17 +53,39 @@ def test_a_prompt_that_goes_on_is_not_read_again(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("extra", "fits"), [(-1, True), (0, True), (1, False)])
-def test_prompts_around_the_context(engine: Engine, extra: int, fits: bool) -> None:
+def test_prompts_around_the_context(engine: Engine, extra: int, fits: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     ids = [65] * (engine.max_context + extra)
     params = engine.sampling({"ignore_eos": True})
     if fits:
         pieces = list(engine.submit(engine.plain_request(ids, params)))
         assert pieces[-1].finish == "length"
         assert len(pieces) == 1 - extra
+        told = "the context of 512 positions is full; raise --max-context, the model allows 1,024"
+        assert [record.message for record in caplog.records if "is full" in record.message] == [told]
     else:
         with pytest.raises(RequestError, match="513 tokens, the context holds 512") as caught:
             engine.plain_request(ids, params)
         assert caught.value.http_status == 400
+        assert caught.value.hint == "shorten the prompt or raise --max-context, the model allows 1,024"
+
+
+def test_the_models_whole_context_leaves_nothing_to_raise(
+    packs: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with load(packs["default"], max_context=1024) as engine:
+        with pytest.raises(RequestError) as caught:
+            engine.plain_request([65] * 1025, engine.sampling())
+        assert caught.value.hint == "shorten the prompt"
+        for asked, lines in ((1, []), (2, ["the context of 1,024 positions is full"])):
+            caplog.clear()
+            list(
+                engine.submit(
+                    engine.plain_request([65] * 1024, engine.sampling({"max_tokens": asked, "ignore_eos": True}))
+                )
+            )
+            assert [record.message for record in caplog.records if "is full" in record.message] == lines
 
 
 def test_cancelling_during_prompt_and_answer(engine: Engine) -> None:

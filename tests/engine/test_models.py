@@ -14,6 +14,8 @@ from strata.engine.locate import locate
 from strata.engine.models import open_model
 from strata.errors import CheckpointError
 
+WEIGHTS = {".safetensors", ".bin"}  # of a pack
+
 
 @pytest.fixture
 def own(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -82,3 +84,19 @@ def test_a_wrong_path_is_told_without_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
+def test_a_config_that_says_fp8_over_plain_weights_changes_no_byte(own: Path) -> None:
+    def pack_bytes() -> dict[str, bytes]:
+        opened = open_model(str(own))
+        opened.close()
+        return {path.name: path.read_bytes() for path in opened.reader.folder.iterdir() if path.suffix in WEIGHTS}
+
+    plain = pack_bytes()
+    config = json.loads((own / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (own / "config.json").write_text(json.dumps(config))
+    again = pack_bytes()
+    assert len(made(own)) == 2
+    assert len(plain) >= 2
+    assert plain == again

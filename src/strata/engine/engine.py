@@ -7,6 +7,7 @@ holds one model and answers one request at a time: others wait their turn in the
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -27,8 +28,11 @@ from strata.engine.session import Session
 from strata.errors import EngineError, RequestError
 from strata.text.pipeline import ChatPrompt, TextPipeline
 from strata.text.stream import TextStream
+from strata.words import count_of
 
 __all__ = ["Engine", "EngineStatistics", "Request", "Usage"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -168,10 +172,23 @@ class Engine:
         if len(request.ids) > limit:
             raise RequestError(
                 f"the prompt has {len(request.ids):,} tokens, the context holds {limit:,}",
-                "shorten the prompt or raise --max-context",
+                " or ".join(["shorten the prompt", *self._more_context()]),
                 code="context_length_exceeded",
             )
         return request
+
+    def _more_context(self) -> list[str]:
+        """--max-context as a way out, where the model goes further than what is in force."""
+        most = self.model.config.max_positions
+        return [f"raise --max-context, the model allows {most:,}"] if most > self._runtime.max_context else []
+
+    def _tell_full_context(self, request: Request, count: int) -> None:
+        """One line for an answer that ended because no position was left, not because of what was asked."""
+        limit = self._runtime.max_context
+        room, asked = limit - len(request.ids) + 1, request.params.max_tokens
+        if count >= room and (asked is None or asked > room):
+            line = f"the context of {count_of(limit, 'position')} is full"
+            logger.info("; ".join([line, *self._more_context()]))
 
     def submit(
         self,
@@ -212,6 +229,8 @@ class Engine:
             while (piece := self._step(pieces)) is not None:
                 count += piece.choice is not None
                 ended = piece.finish is not None and piece.finish != "cancelled"
+                if piece.finish == "length":
+                    self._tell_full_context(request, count)
                 yield piece
         except GeneratorExit:
             raise

@@ -95,8 +95,8 @@ class Session:
         total, limit = self.length + num_new, self._runtime.max_context
         if total > limit:
             raise RequestError(
-                f"the prompt has {total} tokens, the context holds {limit}",
-                "shorten the prompt or raise --max-context",
+                f"the prompt has {total:,} tokens, the context holds {limit:,}",
+                "shorten the prompt",
                 code="context_length_exceeded",
             )
 
