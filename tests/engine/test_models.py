@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from strata.engine.locate import locate
+from strata.checkpoint.recognise import recognise
+from strata.engine.locate import locate, refusal
 from strata.engine.models import open_model
 from strata.errors import CheckpointError
 
@@ -61,6 +62,10 @@ def test_the_config_is_looked_at_first_and_named_by_its_path(own: Path, has_weig
     with pytest.raises(CheckpointError) as caught:
         locate(str(own))
     assert caught.value.message == f"{own}/config.json: architecture NovelForCausalLM is not implemented"
+    if not has_weights:
+        assert refusal(recognise(own)).message == caught.value.message
+        (own / "config.json").write_text(json.dumps(config))
+        assert "has no *.safetensors" in refusal(recognise(own)).message
     (own / "config.json").write_text(json.dumps({**config, "use_sliding_window": True}))
     with pytest.raises(CheckpointError) as caught:
         locate(str(own))

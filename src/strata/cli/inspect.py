@@ -25,11 +25,12 @@ def command(
 ) -> None:
     """Prints what a model holds; with --check, also reads every byte of it."""
     from strata.checkpoint.recognise import Kind, recognise
+    from strata.engine.locate import refusal
 
     path = _find(model)
     found = recognise(path)
     if found.kind not in (Kind.SAFETENSORS, Kind.PACK):
-        raise found.refuse()
+        raise refusal(found)
     from strata.checkpoint.description import describe_checkpoint, describe_pack
     from strata.checkpoint.pack_reader import PackReader
     from strata.models import find

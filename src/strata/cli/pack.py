@@ -22,10 +22,11 @@ def command(
 ) -> None:
     """Makes a pack of a checkpoint. Experts that are NVFP4 already are taken over without loss."""
     from strata.checkpoint.recognise import Kind, recognise
+    from strata.engine.locate import refusal
 
     found = recognise(source)  # a wrong path is told before anything heavy is imported
     if found.kind not in (Kind.SAFETENSORS, Kind.PACK):
-        raise found.refuse()
+        raise refusal(found)
     from strata.checkpoint.pack_writer import PackOptions, pack_checkpoint
     from strata.models import find
 

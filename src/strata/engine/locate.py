@@ -16,7 +16,7 @@ from strata.errors import CheckpointError
 from strata.models import find
 from strata.paths import find_home
 
-__all__ = ["BUILT_IN_NAME", "SMALL_NAME", "Place", "locate", "shipped_pack"]
+__all__ = ["BUILT_IN_NAME", "SMALL_NAME", "Place", "locate", "refusal", "shipped_pack"]
 
 SMALL_NAME = "small"
 BUILT_IN_NAME = "built-in-random"
@@ -55,11 +55,21 @@ def locate(name: str | None) -> Place:
         found = recognise(find_home().models / name)
         if found.kind is Kind.ABSENT:
             raise no_model(name)
-    if found.kind in (Kind.SAFETENSORS, Kind.NO_WEIGHTS):
-        check_config(found)
     if found.kind not in (Kind.SAFETENSORS, Kind.PACK):
-        raise found.refuse()
+        raise refusal(found)
+    if found.kind is Kind.SAFETENSORS:
+        check_config(found)
     return Place(found.path, found.path.resolve().name, found.kind is Kind.SAFETENSORS)
+
+
+def refusal(found: Recognised) -> CheckpointError:
+    """Why what was found is not read: by its config where the weights are not there, else by what it is."""
+    if found.kind is Kind.NO_WEIGHTS:
+        try:
+            check_config(found)
+        except CheckpointError as error:
+            return error
+    return found.refuse()
 
 
 def check_config(found: Recognised) -> None:
