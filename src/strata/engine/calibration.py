@@ -17,7 +17,7 @@ from strata.engine.runtime import kv_format
 from strata.errors import ConfigError
 from strata.kernels.cpu import pool
 from strata.kernels.cpu.library import isa
-from strata.kernels.rates import KernelRates, measure_kernels
+from strata.kernels.rates import measure_kernels
 from strata.memory.bandwidth import measure_bandwidths
 from strata.memory.probe import read_cpu_name
 from strata.paths import find_home
@@ -52,7 +52,7 @@ def measure_rates(requested: Requested) -> Rates:
     known = read_rates(folder, _key(threads))
     if known is not None:
         experts = {**known.kernels.experts, **rates.kernels.experts}
-        kernels = KernelRates(experts, rates.kernels.linear, rates.kernels.attention_row, rates.kernels.attention_rows)
+        kernels = dataclasses.replace(rates.kernels, experts=experts)
         rates = dataclasses.replace(rates, kernels=kernels, layers={**known.layers, **rates.layers})
     path = write_rates(folder, _key(threads), rates)
     logger.info("measured this machine; kept as STRATA_HOME/calibration/%s", path.name)

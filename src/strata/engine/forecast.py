@@ -16,11 +16,14 @@ from itertools import pairwise
 from strata.engine.plan_subject import DenseMatrix, PlanSubject
 from strata.engine.rates import LayerCosts, Rates
 from strata.experts.dispatch import WINDOW_ROWS
+from strata.kernels.rates import ByRows
+from strata.memory.bandwidth import STAGER_THREADS
 from strata.memory.planner import ResolvedPlan
 
-__all__ = ["PROMPT_TOKENS", "Forecast", "forecast", "interpolate"]
+__all__ = ["PROMPT_TOKENS", "Forecast", "covers", "forecast", "interpolate"]
 
 PROMPT_TOKENS = 2048
+MANY_PICKS = 64  # of so many, the number that is read hardly varies
 VECTOR_PASSES = 30  # readings and writings of a hidden vector a layer, by norms, sums and the results of experts
 
 
@@ -74,9 +77,9 @@ def forecast(
     subject: PlanSubject, plan: ResolvedPlan, rates: Rates, *, prompt_tokens: int | None = None
 ) -> Forecast | None:
     """The speed of a prompt and of decode after it. None where the rates lack this model's formats or family."""
-    costs = rates.layers.get(subject.config.family)
-    if costs is None or subject.expert_format not in rates.kernels.experts:
+    if not covers(rates, subject):
         return None
+    costs = rates.layers[subject.config.family]
     tokens = min(PROMPT_TOKENS if prompt_tokens is None else prompt_tokens, plan.request.max_context)
     places = find_places(plan)
     arithmetic = _Arithmetic(subject, plan, rates, costs, places)
@@ -85,6 +88,11 @@ def forecast(
               for first in range(0, tokens, plan.request.chunk_rows)]  # fmt: skip
     prompt = {name: sum(chunk[name] for chunk in chunks) for name in chunks[0]}
     return Forecast(tokens, tokens, tokens / sum(prompt.values()), 1 / sum(decode.values()), prompt, decode)
+
+
+def covers(rates: Rates, subject: PlanSubject) -> bool:
+    """Whether the rates hold what a forecast of this model needs: its family's layers and its experts' format."""
+    return subject.config.family in rates.layers and subject.expert_format in rates.kernels.experts
 
 
 def find_places(plan: ResolvedPlan) -> Places:
@@ -101,16 +109,29 @@ def find_places(plan: ResolvedPlan) -> Places:
                   plan.mode == "mapped")  # fmt: skip
 
 
-def interpolate(rates: Mapping[int, float], rows: float) -> float:
-    """The rate at ``rows`` between those measured, straight in logarithms; the first and last beyond them."""
+def interpolate(rates: Mapping[int, float], at: float) -> float:
+    """The rate ``at`` a size between those measured, straight in logarithms; the first and last beyond them."""
     known = sorted(rates)
-    if rows <= known[0]:
+    if at <= known[0]:
         return rates[known[0]]
     for low, high in pairwise(known):
-        if rows <= high:
-            share = math.log(rows / low) / math.log(high / low)
+        if at <= high:
+            share = math.log(at / low) / math.log(high / low)
             return math.exp((1 - share) * math.log(rates[low]) + share * math.log(rates[high]))
     return rates[known[-1]]
+
+
+def rate_of(rates: Mapping[int, ByRows], work: float, rows: float) -> float:
+    """The rate for so many multiply-adds a row and so many rows."""
+    return interpolate({size: interpolate(by_rows, rows) for size, by_rows in rates.items()}, work)
+
+
+def turns(picked: int, share: float, lanes: int) -> float:
+    """Expected turns of ``lanes`` readers for those of ``picked`` experts that are read, each with chance ``share``."""
+    if picked > MANY_PICKS:
+        return picked * share / lanes
+    chances = (math.comb(picked, n) * share**n * (1 - share) ** (picked - n) for n in range(picked + 1))
+    return sum(chance * math.ceil(n / lanes) for n, chance in enumerate(chances))
 
 
 @dataclass(frozen=True)
@@ -121,73 +142,73 @@ class _Arithmetic:
     costs: LayerCosts
     places: Places
 
-    @property
-    def blob_bytes(self) -> int:
-        return self.plan.shape.blob_bytes
-
-    @property
-    def expert_work(self) -> int:
-        """Multiply-adds of one row in one expert."""
-        return 3 * self.subject.layout.hidden * self.subject.layout.intermediate
-
     def token(self, context: int) -> dict[str, float]:
         """Seconds of one decode round of one row by part."""
-        shape, places, memory = self.plan.shape, self.places, self.rates.bandwidths
-        layers, kernels = self.subject.config.num_layers, self.rates.kernels
-        picks = shape.top_k * layers
-        each = self.expert_work / interpolate(kernels.experts[self.subject.expert_format], 1)
-        in_place = places.memory + (places.cached if places.mapped else 0.0)
-        fetched = 1 - in_place
-        reading = picks * self._reading(places.cached * (not places.mapped), places.drive)
-        computing = picks * each
-        waiting = max(0.0, reading - picks * in_place * each) + picks * fetched * self.costs.a_read * (
-            not places.mapped
-        )
+        shape, layers = self.plan.shape, self.subject.config.num_layers
+        experts = layers * shape.top_k * self._expert(1)
+        state = 2 * shape.state_bytes / self.rates.bandwidths.memory_read
         return {
             "dense": sum(self._product(matrix, 1) for matrix in self.subject.matrices),
-            "experts": computing,
-            "experts from the file": waiting,
-            "attention and state": self.subject.config.mixing_work(context) / kernels.attention_row
-            + 2 * shape.state_bytes / memory.memory_read,
+            "experts": experts,
+            "experts from the file": self._waiting(shape.top_k, experts),
+            "attention and state": self._mixing(context, 1) + state,
             "launches": layers * self.costs.a_round,
         }
 
     def chunk(self, first: int, rows: int) -> dict[str, float]:
         """Seconds of a prompt's chunk of ``rows`` rows at position ``first`` by part."""
-        shape, places, memory = self.plan.shape, self.places, self.rates.bandwidths
-        layers, kernels = self.subject.config.num_layers, self.rates.kernels
+        shape, layers, memory = self.plan.shape, self.subject.config.num_layers, self.rates.bandwidths
         picked = shape.num_experts * (1 - (1 - shape.top_k / shape.num_experts) ** rows)
-        rows_each = rows * shape.top_k / picked
-        rate = interpolate(kernels.experts[self.subject.expert_format], rows_each)
-        computing = layers * picked * rows_each * self.expert_work / rate
-        in_place = places.memory + (places.cached if places.mapped else 0.0)
-        reading = layers * picked * self._reading(places.cached * (not places.mapped), places.drive)
-        waiting = max(0.0, reading - computing * in_place)
-        moving = 0.0
-        if rows > WINDOW_ROWS and places.ring:
-            # The copying threads share the processors with those that compute, so that their times add up.
-            moving = layers * picked * places.ring * (self.blob_bytes / memory.memory_copy + self.costs.a_load)
-        elif not places.mapped:
-            waiting += layers * picked * (1 - in_place) * self.costs.a_read
-        vectors = VECTOR_PASSES * 4 * shape.hidden * rows * layers / memory.memory_copy
+        experts = layers * picked * self._expert(rows * shape.top_k / picked)
+        vectors = layers * VECTOR_PASSES * 4 * shape.hidden * rows / memory.memory_copy
+        a_row = self.costs.a_row + shape.top_k * self.costs.a_pick
+        # The copying threads share the processors with those that compute, so that their times add up.
+        a_load = shape.blob_bytes / memory.memory_copy + self.costs.a_load
+        through_ring = rows > WINDOW_ROWS and self.places.ring > 0
         return {
             "dense": sum(self._product(matrix, rows) for matrix in self.subject.matrices),
-            "experts": computing,
-            "experts from the file": waiting,
-            "moving experts": moving,
-            "attention and state": rows * self.subject.config.mixing_work(first + rows // 2) / kernels.attention_rows,
-            "launches": layers * (self.costs.a_round + rows * self.costs.a_row) + vectors,
+            "experts": experts,
+            "experts from the file": self._waiting(picked, experts),
+            "moving experts": layers * picked * self.places.ring * a_load if through_ring else 0.0,
+            "attention and state": self._mixing(first + rows // 2, rows),
+            "launches": layers * (self.costs.a_round + rows * a_row) + vectors,
         }
 
-    def _reading(self, cached: float, drive: float) -> float:
-        """Seconds of reading for a pick, of which these shares come from the page cache and from the drive."""
-        memory = self.rates.bandwidths
+    def _expert(self, rows: float) -> float:
+        """Seconds of one expert with so many rows. One row is bound by memory, which small pages of a mapped file slow
+        down."""
+        rates, memory = self.rates.kernels.experts[self.subject.expert_format], self.rates.bandwidths
+        work = 3 * self.subject.layout.hidden * self.subject.layout.intermediate
+        reading = work / rate_of(rates, work, 1)
+        if self.places.mapped and memory.mapped_read is not None:
+            reading *= max(1.0, memory.memory_read / memory.mapped_read)
+        return max(reading, rows * work / rate_of(rates, work, rows))
+
+    def _waiting(self, picked: float, computing: float) -> float:
+        """Seconds that all layers wait for files, when each picked so many experts and they compute so long in all.
+
+        Reads from the page cache are copies by threads, each of which takes one expert at a time: a layer waits for as
+        many turns as the busiest thread has. The drive is one, whoever asks. Meanwhile what lies in memory is computed.
+        """
+        memory, places, layers = self.rates.bandwidths, self.places, self.subject.config.num_layers
+        blob = self.plan.shape.blob_bytes
         from_cache = memory.cached_read or memory.memory_copy
-        from_drive = memory.drive_pieces or from_cache
-        return self.blob_bytes * (cached / from_cache + drive / from_drive)
+        reading = picked * places.drive * blob / (memory.drive_pieces or from_cache)
+        if places.mapped:  # the processor stands still while a page is fetched
+            return layers * reading
+        lanes = max(1, min(self.plan.stager.num_threads, STAGER_THREADS, self.plan.request.num_cpus))
+        reading += turns(round(picked), places.cached, lanes) * lanes * blob / from_cache
+        outside = places.cached + places.drive
+        started = picked * outside * self.costs.a_read + (1 - math.pow(1 - outside, picked)) * self.costs.a_fetch
+        return max(0.0, layers * reading - computing * places.memory) + layers * started
+
+    def _mixing(self, positions: int, rows: int) -> float:
+        """Seconds of attention and recurrent states for ``rows`` rows with so many positions before them."""
+        rate = rate_of(self.rates.kernels.attention, self.subject.config.head_width, rows)
+        return rows * self.subject.config.mixing_work(positions) / rate
 
     def _product(self, matrix: DenseMatrix, rows: int) -> float:
         """Seconds of a product; of the head (as many rows as the vocabulary) a prompt needs the last row alone."""
         needed = 1 if matrix.rows == self.subject.config.vocabulary else rows
-        rate = interpolate(self.rates.kernels.linear[matrix.format], needed)
+        rate = rate_of(self.rates.kernels.linear[matrix.format], matrix.rows * matrix.columns, needed)
         return needed * matrix.rows * matrix.columns / rate

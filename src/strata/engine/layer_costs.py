@@ -11,9 +11,11 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from strata.checkpoint.random_model import write_random_pack
 from strata.config import Requested
@@ -23,61 +25,81 @@ from strata.engine.runtime import Runtime
 from strata.engine.session import Session
 from strata.models import find
 from strata.models.known_shapes import PROBE_SHAPES
-from strata.option_values import Prefill
+from strata.option_values import Auto, Prefill
 from strata.text.byte_tokenizer import byte_tokenizer
 from strata.text.tokenizer_files import tokenizer_files
 
 __all__ = ["measure_layers"]
 
 PROMPT_ROWS = 512  # a chunk of the CPU
-ROUNDS, SLICES = 12, 4  # rounds between two looks at another placement, and how often each is looked at
-PLACEMENTS: Mapping[str, Mapping[str, object]] = {
+PROMPTS = 2  # of a look; the last counts, the first touches memory for the first time
+CHUNK = Prefill(PROMPT_ROWS, is_auto=False)
+ROUNDS, SLICES = 20, 3  # rounds between two looks at another placement, and how often each is looked at
+PLACEMENTS: dict[str, dict[str, Any]] = {
     "memory": {},
     "file": {"resident_budget_gib": 1e-6},
+    "one pick, file": {"resident_budget_gib": 1e-6},
+    "one pick": {},
     "ring": {"vram_gib": 1.0, "expert_cache": 64, "adapt_every": 0},
 }
 
 
-def measure_layers(family: str, threads: int | str) -> LayerCosts:
-    """Best of a few looks at each placement, taken in turns so that a busy machine disturbs all of them alike."""
+def measure_layers(family: str, threads: int | Auto) -> LayerCosts:
+    """Medians of a few looks at each placement, taken in turns so that a busy machine disturbs all of them alike."""
     shape = PROBE_SHAPES[family]
-    with tempfile.TemporaryDirectory() as folder, _quietly():
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as owned:
+        owned.enter_context(_quietly())
         byte_tokenizer(folder)
         files = tuple(tokenizer_files(Path(folder)))
-        model = open_model(str(write_random_pack(Path(folder) / "probe", shape, find, seed=1, tokenizer_files=files)))
-        try:
-            return _measure(model, threads)
-        finally:
-            model.close()
+        models = []
+        for name, changes in (("all", {}), ("one", {"num_experts_per_tok": 1})):
+            pack = write_random_pack(Path(folder) / name, {**shape, **changes}, find, seed=1, tokenizer_files=files)
+            models.append(open_model(str(pack)))
+            owned.callback(models[-1].close)
+        looks = _look(
+            models[0], models[1], Requested(threads=threads, max_context=1024, prefill=CHUNK, resident_headroom_gib=0.0)
+        )
+    return _costs(looks, models[0].config.num_layers, models[0].config.top_k)
 
 
-def _measure(model: OpenModel, threads: int | str) -> LayerCosts:
-    rounds: dict[str, list[float]] = {name: [] for name in PLACEMENTS}
-    prompts: dict[str, list[float]] = {name: [] for name in PLACEMENTS}
-    reads = loads = 0
-    layers = model.config.num_layers
+@dataclass
+class _Looks:
+    """Seconds of the looks at one placement, and how many experts a prompt of the last moved."""
+
+    prompts: list[float] = field(default_factory=list)
+    rounds: list[float] = field(default_factory=list)
+    loads: int = 0
+
+
+def _look(model: OpenModel, one_pick: OpenModel, requested: Requested) -> dict[str, _Looks]:
+    looks = {name: _Looks() for name in PLACEMENTS}
     for _ in range(SLICES):
-        for name, options in PLACEMENTS.items():
-            requested = Requested(threads=threads, max_context=1024, prefill=Prefill(PROMPT_ROWS, False))  # type: ignore[arg-type]
-            runtime = Runtime.open(model, dataclasses.replace(requested, **options))  # type: ignore[arg-type]
+        for name, look in looks.items():
+            asked = dataclasses.replace(requested, **PLACEMENTS[name])
+            runtime = Runtime.open(one_pick if name.startswith("one pick") else model, asked)
             try:
                 prompt, each = _play(runtime)
-                found = runtime.statistics().experts
+                look.loads = runtime.statistics().experts.ring_loads // PROMPTS
             finally:
                 runtime.close()
-            prompts[name].append(prompt)
-            rounds[name].append(each)
-            reads = found.misses_file if name == "file" else reads
-            loads = found.ring_loads if name == "ring" else loads
-    a_round, a_prompt = min(rounds["memory"]), min(prompts["memory"])
-    picks = layers * model.config.top_k
-    all_loads = max(1, loads)
-    assert reads >= picks, "the probe's experts were read from its file"
+            look.prompts.append(prompt)
+            look.rounds.append(each)
+    return looks
+
+
+def _costs(looks: dict[str, _Looks], layers: int, top_k: int) -> LayerCosts:
+    rounds = {name: statistics.median(look.rounds) / layers for name, look in looks.items()}
+    prompts = {name: statistics.median(look.prompts) / layers for name, look in looks.items()}
+    a_pick = max(0.0, prompts["memory"] - prompts["one pick"]) / (top_k - 1) / PROMPT_ROWS
+    one_read = max(0.0, rounds["one pick, file"] - rounds["one pick"])
+    a_read = max(0.0, rounds["file"] - rounds["memory"] - one_read) / (top_k - 1)
     return LayerCosts(
-        a_round=a_round / layers,
-        a_row=max(0.0, a_prompt / layers - a_round / layers) / PROMPT_ROWS,
-        a_read=max(0.0, min(rounds["file"]) - a_round) / picks,
-        a_load=max(0.0, min(prompts["ring"]) - a_prompt) / all_loads,
+        a_round=rounds["memory"],
+        a_row=max(0.0, (prompts["one pick"] - rounds["one pick"]) / PROMPT_ROWS - a_pick),
+        a_pick=a_pick,
+        a_fetch=max(0.0, one_read - a_read),
+        a_read=a_read,
+        a_load=max(0.0, prompts["ring"] - prompts["memory"]) * layers / max(1, looks["ring"].loads),
     )
 
 
@@ -85,9 +107,12 @@ def _play(runtime: Runtime) -> tuple[float, float]:
     """(seconds of a prompt, median seconds of a round)."""
     session = Session(runtime)
     ids = [(7 * at) % 251 for at in range(PROMPT_ROWS)]
-    began = time.perf_counter()
-    session.read_prompt(ids)
-    prompt = time.perf_counter() - began
+    prompt = 0.0
+    for _ in range(PROMPTS):
+        session.reset()
+        began = time.perf_counter()
+        session.read_prompt(ids)
+        prompt = time.perf_counter() - began
     seconds = []
     for at in range(ROUNDS):
         began = time.perf_counter()

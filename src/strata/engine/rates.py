@@ -20,17 +20,22 @@ from strata.memory.bandwidth import Bandwidths
 
 __all__ = ["LayerCosts", "Rates", "RatesKey", "read_rates", "write_rates"]
 
+LAYOUT = 4  # of the file; rises whenever what is measured changes, so that old numbers are not taken for new ones
+
 
 @dataclass(frozen=True)
 class LayerCosts:
     """Seconds that a layer of a family costs beside its arithmetic: launches, waking threads, the conductor.
 
-    ``a_round``: of one row. ``a_row``: of each row of a long chunk. ``a_read``: of each expert read from its file in a
-    round. ``a_load``: of each expert that a prompt moves into the ring.
+    ``a_round``: of one row. ``a_row``: of each row of a long chunk, and ``a_pick`` of each of its picks. ``a_fetch``:
+    in a round, of each layer that reads files at all, and ``a_read`` of each expert read. ``a_load``: of each expert
+    that a prompt moves into the ring.
     """
 
     a_round: float
     a_row: float
+    a_pick: float
+    a_fetch: float
     a_read: float
     a_load: float
 
@@ -52,6 +57,7 @@ class RatesKey:
     isa: str
     threads: int
     version: str
+    layout: int = LAYOUT
 
     def path(self, folder: Path) -> Path:
         words = json.dumps(asdict(self), sort_keys=True)
@@ -79,13 +85,15 @@ def read_rates(folder: Path, key: RatesKey) -> Rates | None:
 def _from_table(table: Mapping[str, Any]) -> Rates:
     kernels = table["kernels"]
 
-    def by_rows(rates: Mapping[str, Mapping[str, float]]) -> dict[str, dict[int, float]]:
-        return {name: {int(rows): rate for rows, rate in values.items()} for name, values in rates.items()}
+    def sizes(rates: Mapping[str, Mapping[str, float]]) -> dict[int, dict[int, float]]:
+        return {int(size): {int(rows): rate for rows, rate in found.items()} for size, found in rates.items()}
 
     return Rates(
         Bandwidths(**table["bandwidths"]),
         KernelRates(
-            by_rows(kernels["experts"]), by_rows(kernels["linear"]), kernels["attention_row"], kernels["attention_rows"]
+            {name: sizes(rates) for name, rates in kernels["experts"].items()},
+            {name: sizes(rates) for name, rates in kernels["linear"].items()},
+            sizes(kernels["attention"]),
         ),
         {family: LayerCosts(**costs) for family, costs in table["layers"].items()},
     )

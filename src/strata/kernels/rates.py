@@ -1,12 +1,13 @@
 """Measures the native kernels for a forecast: multiply-adds a second of experts, dense products and attention.
 
 Lives in ``kernels`` because it drives them directly on made-up weights, larger together than the last cache. Rates for
-a few rows are bound by memory, those for many by arithmetic; a forecast takes the value between. It must not know
+one row are bound by memory, those for many by arithmetic; a forecast takes the value between. It must not know
 models or tiers.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,75 +18,103 @@ import numpy as np
 import torch
 
 from strata.kernels.bench import EXPERTS_PER_CALL, ExpertsInMemory, huge_pages, kernel_pass
+from strata.kernels.cpu import pool
 from strata.kernels.cpu.ops import CpuOps
 from strata.kernels.ops import Matrix, MatrixFormat
 from strata.quant import ExpertFormat, ExpertLayout
 
-__all__ = ["EXPERT_ROWS", "LINEAR_ROWS", "KernelRates", "measure_kernels"]
+__all__ = ["ByRows", "KernelRates", "measure_kernels"]
 
+ByRows = Mapping[int, float]
 EXPERT_ROWS = (1, 4, 16, 64)
 LINEAR_ROWS = (1, 16, 256)
 WORKING_SET = 256 << 20  # larger than the last cache; every pass of one row takes another part of it
-# Passes are a few milliseconds, so that on a busy machine some of them run undisturbed, and the best one counts.
-PASSES, SECONDS = 2, 0.15
-HIDDEN, INTERMEDIATE = 1024, 512
-HEADS, GROUPS, WIDTH, POSITIONS = 16, 2, 128, 512
+# Passes are a few milliseconds and their median counts: the best of them is what no round of a model ever sees.
+PASSES, SECONDS = 8, 0.15
+# Hidden and intermediate width of experts, outputs and inputs of products, heads, width and positions of attention:
+# next to nothing (whose time is a launch, taken off the others), a toy's, which caches hold, and a real model's.
+EXPERT_SIZES = ((64, 64), (256, 128), (1024, 512))
+LINEAR_SIZES = ((64, 64), (256, 256), (2048, 2048))
+ATTENTION_SIZES = ((2, 32, 64), (8, 32, 512), (16, 128, 512))
+SHARED_OUTPUTS = 64  # of a product with many rows that one thread takes at a time
+GROUP = 8  # query heads that share keys and values
 
 
 @dataclass(frozen=True)
 class KernelRates:
-    """Multiply-adds a second. ``experts[format][rows]``: with so many rows an expert; ``linear`` likewise, with so many
-    rows a product; ``attention``: keys and values of one row over many positions, and of many rows."""
+    """Multiply-adds a second beyond a launch, by the multiply-adds of a row and then by rows.
 
-    experts: Mapping[str, Mapping[int, float]]
-    linear: Mapping[str, Mapping[int, float]]
-    attention_row: float
-    attention_rows: float
+    ``experts[format][work][rows]``: of an expert with so many rows; ``linear`` of a product; ``attention[head
+    width][rows]``: of keys and values.
+    """
+
+    experts: Mapping[str, Mapping[int, ByRows]]
+    linear: Mapping[str, Mapping[int, ByRows]]
+    attention: Mapping[int, ByRows]
 
 
 def measure_kernels(format: ExpertFormat) -> KernelRates:
     """Rates with experts of one format; the pool must have been configured. Takes twice ``WORKING_SET`` bytes."""
-    linear: dict[str, dict[int, float]] = {"q8_0": _measure_linear("q8_0"), "bf16": _measure_linear("bf16")}
+    linear = {name: _measure_linear(name) for name in ("q8_0", "bf16")}
     # A row of FP32 is bound by memory, at twice the bytes; many rows are bound by arithmetic, which is FP32 in both.
-    linear["f32"] = {rows: rate / 2 if rows == 1 else rate for rows, rate in linear["bf16"].items()}
-    return KernelRates({format: _measure_experts(format)}, linear, _measure_attention(1), _measure_attention(64))
+    linear["f32"] = {
+        size: {rows: rate / 2 if rows == 1 else rate for rows, rate in rates.items()}
+        for size, rates in linear["bf16"].items()
+    }
+    return KernelRates({format: _measure_experts(format)}, linear, _measure_attention())
 
 
-def _best(turns: Iterator[Callable[[], object]]) -> float:
-    """Seconds of the best pass; each pass is the next of ``turns``."""
+def _time(turns: Iterator[Callable[[], object]]) -> float:
+    """Median seconds of a pass; each pass is the next of ``turns``."""
     seconds: list[float] = []
     while len(seconds) < PASSES or sum(seconds) < SECONDS:
         work = next(turns)
         began = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    return statistics.median(seconds)
 
 
-def _measure_experts(format: ExpertFormat) -> dict[int, float]:
-    layout = ExpertLayout(HIDDEN, INTERMEDIATE, format)
-    experts = ExpertsInMemory(layout, huge_pages(WORKING_SET))
-    found = {}
-    for rows in EXPERT_ROWS:
-        # One row is bound by memory: every call takes other experts. More are bound by arithmetic: the same again.
-        calls = experts.calls(rows, None if rows == 1 else max(1, EXPERTS_PER_CALL // rows))
-        turns = cycle(kernel_pass(experts, rows, [call]) for call in calls[:-1] or calls)
-        count = len(calls[0].tasks)
-        found[rows] = 3 * HIDDEN * INTERMEDIATE * count * rows / _best(turns)
-    return found
+def _rates(times: Mapping[int, Mapping[int, tuple[int, float]]]) -> dict[int, dict[int, float]]:
+    """From (multiply-adds, seconds) by work and rows; the smallest work is the launch that the others are less."""
+    (_, launches), *others = sorted(times.items())
+    return {
+        size: {rows: work / max(seconds - launches[rows][1], seconds / 4) for rows, (work, seconds) in found.items()}
+        for size, found in others
+    }
 
 
-def _measure_linear(format: MatrixFormat) -> dict[int, float]:
-    ops, columns, outputs = CpuOps(), 2 * HIDDEN, 2048
-    bytes_each = outputs * columns * (1 if format == "q8_0" else 2)
-    many = [_matrix(format, outputs, columns) for _ in range(WORKING_SET // bytes_each)]
-    few = _matrix(format, 128, columns)
-    found = {}
-    for rows in LINEAR_ROWS:
-        x_TI = torch.randn(rows, columns, generator=torch.Generator().manual_seed(2))
-        turns = cycle(partial(ops.linear, x_TI, matrix) for matrix in (many if rows == 1 else [few]))
-        found[rows] = (outputs if rows == 1 else 128) * columns * rows / _best(turns)
-    return found
+def _measure_experts(format: ExpertFormat) -> dict[int, dict[int, float]]:
+    times: dict[int, dict[int, tuple[int, float]]] = {}
+    for hidden, intermediate in EXPERT_SIZES:
+        layout = ExpertLayout(hidden, intermediate, format)
+        is_large = (hidden, intermediate) == EXPERT_SIZES[-1]
+        experts = ExpertsInMemory(layout, huge_pages(WORKING_SET if is_large else EXPERTS_PER_CALL * layout.blob_bytes))
+        found = times.setdefault(3 * hidden * intermediate, {})
+        for rows in EXPERT_ROWS:
+            # A real model's row is bound by memory: every call takes other experts. More rows are bound by arithmetic:
+            # the same again, and fewer experts the more rows, so that a pass stays short.
+            calls = experts.calls(rows, None if is_large and rows == 1 else max(1, EXPERTS_PER_CALL // rows))
+            turns = cycle(kernel_pass(experts, rows, [call]) for call in calls[:-1] or calls)
+            found[rows] = 3 * hidden * intermediate * len(calls[0].tasks) * rows, _time(turns)
+    return _rates(times)
+
+
+def _measure_linear(format: MatrixFormat) -> dict[int, dict[int, float]]:
+    ops = CpuOps()
+    times: dict[int, dict[int, tuple[int, float]]] = {}
+    for outputs, columns in LINEAR_SIZES:
+        is_large = (outputs, columns) == LINEAR_SIZES[-1]
+        bytes_each = outputs * columns * (1 if format == "q8_0" else 2)
+        many = [_matrix(format, outputs, columns) for _ in range(WORKING_SET // bytes_each if is_large else 1)]
+        few = _matrix(format, min(outputs, max(2, pool.threads()) * SHARED_OUTPUTS), columns)
+        found = times.setdefault(outputs * columns, {})
+        for rows in LINEAR_ROWS:
+            used = many if rows == 1 else [few]
+            x_TI = torch.randn(rows, columns, generator=torch.Generator().manual_seed(2))
+            turns = cycle(partial(ops.linear, x_TI, matrix) for matrix in used)
+            found[rows] = used[0].rows * columns * rows, _time(turns)
+    return _rates(times)
 
 
 def _matrix(format: MatrixFormat, rows: int, columns: int) -> Matrix:
@@ -95,11 +124,16 @@ def _matrix(format: MatrixFormat, rows: int, columns: int) -> Matrix:
     return Matrix(format, torch.full((rows, columns), 0.5, dtype=torch.bfloat16), columns)
 
 
-def _measure_attention(rows: int) -> float:
-    q_TND = torch.randn(rows, HEADS, WIDTH, generator=torch.Generator().manual_seed(3))
-    k_PGD = torch.randn(POSITIONS, GROUPS, WIDTH, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
+def _measure_attention() -> dict[int, dict[int, float]]:
     ops = CpuOps()
-    start = POSITIONS - rows
-    seen = int(np.arange(start, POSITIONS).sum()) + rows
-    work = partial(ops.attention, q_TND, k_PGD, k_PGD, start, WIDTH**-0.5)
-    return 2 * HEADS * WIDTH * seen / _best(repeat(work))
+    times: dict[int, dict[int, tuple[int, float]]] = {}
+    for heads, width, positions in ATTENTION_SIZES:
+        k_PGD = torch.randn(positions, max(1, heads // GROUP), width).to(torch.bfloat16)
+        found = times.setdefault(2 * heads * width * positions, {})
+        for rows in (1, 64):
+            q_TND, start = torch.randn(rows, heads, width), positions - rows
+            seen = int(np.arange(start, positions).sum()) + rows
+            turns = repeat(partial(ops.attention, q_TND, k_PGD, k_PGD, start, width**-0.5))
+            found[rows] = 2 * heads * width * seen, _time(turns)
+    widths = {2 * heads * width * positions: width for heads, width, positions in ATTENTION_SIZES}
+    return {widths[size]: rates for size, rates in _rates(times).items()}

@@ -1,7 +1,7 @@
 """Measures what this machine's memory and drive give: reading RAM, copying it, reading files in large pieces.
 
-Lives in ``memory`` because page caches and direct reads are the operating system's. Each rate is the best of a few
-passes, which is what a disturbed machine still shows now and then. It must not know models; that pieces are as large
+Lives in ``memory`` because page caches and direct reads are the operating system's. Each rate is the median of many
+short passes: the best of them is what no round of a model ever sees. It must not know models; that pieces are as large
 as experts is a size that it is given.
 """
 
@@ -17,37 +17,40 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 from strata.kernels.cpu.checksum import checksum_at
 from strata.kernels.cpu.library import check, declare
 from strata.kernels.cpu.stager import Stager
 from strata.memory.system import system
 
-__all__ = ["PIECE_BYTES", "Bandwidths", "measure_bandwidths"]
+__all__ = ["PIECE_BYTES", "STAGER_THREADS", "Bandwidths", "measure_bandwidths"]
 
 PIECE_BYTES = 2_764_800  # an expert of 640 x 2560 in NVFP4: 675 pages
 SEQUENTIAL_BYTES = 8 << 20
-# Memory is read and copied in parts of about a millisecond, one after another so that none is in a cache still: on a
-# busy machine some of them run undisturbed, and the best one counts.
+# Memory is read and copied in parts of about a millisecond, one after another so that none is in a cache still.
 PART_BYTES = 16 << 20
+STAGER_THREADS = 4
 IN_FLIGHT = 16  # pieces that are under way at once, as many as the fewest staging buffers
 LEAVE_FREE = 1 << 30  # of the drive
 
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Bytes a second. None: not measured, because the drive has no room or does not read past its cache."""
+    """Bytes a second; ``cached_read`` with ``STAGER_THREADS`` threads that verify what they read.
+
+    None: not measured, because the drive has no room or does not read past its cache.
+    """
 
     memory_read: float
     memory_copy: float
     cached_read: float | None
+    mapped_read: float | None
     drive_sequential: float | None
     drive_pieces: float | None
 
 
-def measure_bandwidths(
-    folder: Path, *, num_threads: int, size_bytes: int = 192 << 20, passes: int = 3, stager_threads: int = 4
-) -> Bandwidths:
+def measure_bandwidths(folder: Path, *, num_threads: int, size_bytes: int = 192 << 20, passes: int = 3) -> Bandwidths:
     """Reads and copies ``size_bytes`` of RAM, and a file as large in ``folder``, which is removed again.
 
     ``num_threads`` is the pool's, which must have been configured. ``size_bytes`` should be several times the last
@@ -57,13 +60,13 @@ def measure_bandwidths(
     pieces = size_bytes // PIECE_BYTES
     source = system.map_region(pieces * PIECE_BYTES, huge_pages=True)
     target = system.map_region(pieces * PIECE_BYTES, huge_pages=True)
-    stager = Stager(stager_threads)
+    stager = Stager(STAGER_THREADS)
     try:
         _fill(source.address, source.nbytes)
         system.touch_pages(target.address, target.nbytes)
         parts = _parts(source.nbytes) * passes
-        read = max(_sum(source.address + at) for at in parts)
-        copied = max(_copy(stager, target.address + at, source.address + at) for at in parts)
+        read = median(_sum(source.address + at) for at in parts)
+        copied = median(_copy(stager, target.address + at, source.address + at) for at in parts)
         drive = _measure_drive(folder, stager, source, target, passes)
         return Bandwidths(read, copied, *drive)
     finally:
@@ -76,16 +79,23 @@ def _parts(nbytes: int) -> list[int]:
     return list(range(0, nbytes - PART_BYTES + 1, PART_BYTES))
 
 
-def _sum(address: int) -> float:
+def _sum(address: int, *, advise: bool = False) -> float:
+    """Rate of reading a part. ``advise``: as pages of a mapped file are read, asked for piece by piece before."""
     add = declare("strata_memory_sum", ctypes.c_void_p, ctypes.c_long, ctypes.c_void_p)
     total = ctypes.c_uint64()
-    return _best(1, PART_BYTES, lambda: check(add(address, PART_BYTES, ctypes.byref(total))))
+
+    def work() -> None:
+        for at in range(0, PART_BYTES, PIECE_BYTES) if advise else ():
+            system.advise(address + at, PIECE_BYTES, "will_need")
+        check(add(address, PART_BYTES, ctypes.byref(total)))
+
+    return _rate(PART_BYTES, work)
 
 
 def _copy(stager: Stager, target: int, source: int) -> float:
     pieces = [(at, PIECE_BYTES) for at in range(0, PART_BYTES - PIECE_BYTES + 1, PIECE_BYTES)]
     start = lambda at, n: stager.copy(target + at, source + at, n)  # noqa: E731
-    return _best(1, len(pieces) * PIECE_BYTES, lambda: _run(stager, pieces, start))
+    return _rate(len(pieces) * PIECE_BYTES, lambda: _run(stager, pieces, start))
 
 
 def _fill(address: int, nbytes: int) -> None:
@@ -95,13 +105,10 @@ def _fill(address: int, nbytes: int) -> None:
         ctypes.memmove(address + at, block, min(len(block), nbytes - at))
 
 
-def _best(passes: int, nbytes: int, work: Callable[[], object]) -> float:
-    rates = []
-    for _ in range(passes):
-        began = time.perf_counter()
-        work()
-        rates.append(nbytes / (time.perf_counter() - began))
-    return max(rates)
+def _rate(nbytes: int, work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return nbytes / (time.perf_counter() - began)
 
 
 def _run(stager: Stager, parts: list[tuple[int, int]], start: Callable[[int, int], int]) -> None:
@@ -117,11 +124,11 @@ def _run(stager: Stager, parts: list[tuple[int, int]], start: Callable[[int, int
 
 def _measure_drive(
     folder: Path, stager: Stager, source: system.Region, target: system.Region, passes: int
-) -> tuple[float | None, float | None, float | None]:
-    """(through the page cache, in large pieces past it, in pieces like experts past it)."""
+) -> tuple[float | None, float | None, float | None, float | None]:
+    """(through the page cache, where a mapping shows it, in large pieces past it, in pieces like experts past it)."""
     size = source.nbytes // SEQUENTIAL_BYTES * SEQUENTIAL_BYTES
     if shutil.disk_usage(folder).free < size + LEAVE_FREE:
-        return None, None, None
+        return None, None, None, None
     pieces = [(index * PIECE_BYTES, PIECE_BYTES) for index in range(size // PIECE_BYTES)]
     scattered = sorted(pieces, key=lambda part: hash(part[0] * 0x9E3779B1) & 0xFFFF)
     blocks = [(at, SEQUENTIAL_BYTES) for at in range(0, size, SEQUENTIAL_BYTES)]
@@ -131,17 +138,25 @@ def _measure_drive(
         try:
             warm = lambda at, n: stager.read(plain, at, target.address + at, n, sums[at])  # noqa: E731
             parts = [scattered[first : first + 8] for first in range(0, len(scattered) - 7, 8)] * passes
-            cached = max(_best(1, len(part) * PIECE_BYTES, partial(_run, stager, part, warm)) for part in parts)
+            cached = median(_rate(len(part) * PIECE_BYTES, partial(_run, stager, part, warm)) for part in parts)
         finally:
             os.close(plain)
+        mapping = system.map_file(path)
+        mapped = median(_sum(mapping.address + at, advise=True) for at in _parts(mapping.nbytes) * passes)
+        mapping.free()
         try:
             direct = os.open(path, os.O_RDONLY | system.direct_read_flag())
         except OSError:  # a file system in RAM has no drive to read past its cache
-            return cached, None, None
+            return cached, mapped, None, None
         try:
             read = lambda at, n: stager.read(direct, at, target.address + at, n)  # noqa: E731
-            sequential = _best(2, size, lambda: _run(stager, blocks, read))
-            return cached, sequential, _best(2, len(pieces) * PIECE_BYTES, lambda: _run(stager, scattered, read))
+            sequential = _rate(size, lambda: _run(stager, blocks, read))
+            return (
+                cached,
+                mapped,
+                sequential,
+                _rate(len(pieces) * PIECE_BYTES, lambda: _run(stager, scattered, read)),
+            )
         finally:
             os.close(direct)
 

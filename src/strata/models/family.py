@@ -48,6 +48,10 @@ class FamilyConfig(Protocol):
     @property
     def expert_intermediate(self) -> int: ...
     @property
+    def head_width(self) -> int:
+        """Width of an attention head."""
+
+    @property
     def max_positions(self) -> int:
         """The context the model was trained for."""
 
