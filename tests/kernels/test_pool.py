@@ -49,7 +49,7 @@ def test_every_thread_joins_and_wakes_from_sleep() -> None:
 
 @pytest.mark.parametrize("number", [0, -3, 257])
 def test_a_number_of_threads_out_of_range_is_refused(number: int) -> None:
-    with pytest.raises(ConfigError, match=f"{number} threads"):
+    with pytest.raises(ConfigError, match=f"--threads {number}: the thread pool holds 1 to 256"):
         pool.configure(number)
 
 

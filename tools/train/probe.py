@@ -84,7 +84,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     sys.argv[1:] = ["--tokens", str(args.tokens), "--state", "/nonexistent", "--out", "/nonexistent"]
-    sys.argv += ["--seconds", "60", "--total-seconds", "600", "--rows", str(args.rows), "--eager"]
+    sys.argv += ["--seconds", "60", "--total-seconds", "600", "--rows", str(args.rows)]
     start = time.perf_counter()
     trainer = Trainer(train_arguments())
     say(setup_seconds=time.perf_counter() - start, device=torch.cuda.get_device_name(), torch=torch.__version__)

@@ -313,7 +313,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--eval-windows", type=int, help="held-out windows to measure (default: all)")
     parser.add_argument("--generate", action="store_true", help="measure completions and chats too")
     parser.add_argument("--rate", type=float, default=1.0, help="factor of both learning rates")
-    parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks; see docs/log.md on their gradients")
     parser.add_argument("--wide", action="store_true", help="experts as wide products on a GPU too")
     parser.add_argument("--guard", action="store_true", help="compare gradients first; stop a run that goes wrong")
     parser.add_argument("--wall", type=float, default=math.inf, help="stop training this long after the start")
@@ -322,7 +322,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a model a tenth as large, for a rehearsal")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
-    args.compiled = torch.cuda.is_available() and not args.eager and not args.cpu
+    args.compiled = torch.cuda.is_available() and args.compile and not args.cpu
     return args
 
 
