@@ -63,6 +63,7 @@ class Dispatcher:
         kernel: ExpertKernel,
         scales: NDArray[np.float32],
         *,
+        check_mapped: Callable[[int, int, int], None],
         open_ring: Callable[[int], PromptRing | None],
         close_ring: Callable[[], None],
         pcie_fraction: float = 0.0,
@@ -72,6 +73,7 @@ class Dispatcher:
         self.counters = DispatchCounters([0] * len(Tier))
         self._store, self._mover, self._kernel = store, mover, kernel
         self._tables = PickTables(store.placements(scales))
+        self._check_mapped = check_mapped
         self._open_ring, self._close_ring = open_ring, close_ring
         self._pcie_fraction, self._cpu_share = pcie_fraction, cpu_share
         self._injection = injection
@@ -82,6 +84,9 @@ class Dispatcher:
         num_rows, top_k = ids_TK.shape
         ring = self._ring_for(num_rows, top_k)
         picks = self._tables.group(layer, ids_TK.numpy())
+        if picks.by_kind[Tier.MAPPED]:
+            for task in np.flatnonzero(picks.kinds == Tier.MAPPED).tolist():
+                self._check_mapped(layer, int(picks.tasks.experts[task]), int(picks.tasks.tasks["blob"][task]))
         self._count(picks)
         parts = torch.empty(num_rows * top_k, x_TH.shape[1])
         work = _Work(self._kernel, layer, picks, x_TH, parts, self._start_flags(num_rows))

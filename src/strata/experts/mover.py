@@ -114,7 +114,11 @@ class Mover:
         self._saving: deque[Move] = deque()  # moves out that hold a staging buffer
 
     def load(self, experts: Sequence[int], targets: Sequence[int]) -> list[Move]:
-        """Starts copies of experts into device memory at ``targets``, in order; page-locked neighbours in one run."""
+        """Starts copies of experts into device memory at ``targets``, in order; page-locked neighbours in one run.
+
+        Raises the named error of a mapped blob that is damaged, before any copy is started."""
+        for expert in experts:
+            self._check_mapped(expert)
         moves = [Move(expert, target) for expert, target in zip(experts, targets, strict=True)]
         first = 0
         while first < len(moves):
@@ -205,6 +209,11 @@ class Mover:
         move.event, move.state = self._stream.record(), _State.COPYING
         self._saving.append(move)
         self.counters.saved_bytes += self._nbytes
+
+    def _check_mapped(self, expert: int) -> None:
+        if self._store.host_tier[expert] == Tier.MAPPED:
+            layer, number = divmod(expert, self._store.num_experts)
+            self._source.check_mapped(layer, number, int(self._store.host_address[expert]))
 
     def _start_staging(self, move: Move, buffer: int) -> None:
         move.buffer = buffer

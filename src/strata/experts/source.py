@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata.errors import CheckpointError, MemoryPlanError
+from strata.kernels.cpu.checksum import checksum_at
 from strata.kernels.cpu.stager import ReadFailure, Stager
 from strata.memory.system import system
 
@@ -59,6 +60,7 @@ class ExpertSource:
         assert self.scales.shape == (self.num_layers, self.num_experts, 3), "one triple of scales an expert"
         self.direct = False
         self._verify = verify
+        self._checked = np.zeros((self.num_layers, self.num_experts), np.bool_)  # of the mapped blobs
         self._descriptors: dict[tuple[Path, bool], int | None] = {}
         self._maps: dict[Path, system.FileMap] = {}
 
@@ -94,6 +96,15 @@ class ExpertSource:
         if failure.reason == "damaged":
             return CheckpointError(f"{what}: the bytes do not have their checksum", "fetch or pack it again")
         return CheckpointError(f"{what} cannot be read: {failure.reason}", "check the drive and the file's permissions")
+
+    def check_mapped(self, layer: int, expert: int, address: int) -> None:
+        """Compares a mapped blob with its checksum at its first touch: nobody copies it. Raises the named error."""
+        if self._checked[layer, expert] or not self._verify:
+            return
+        place = self._place(layer, expert)
+        if place.checksum is not None and checksum_at(address, place.nbytes) != place.checksum:
+            raise self.explain(layer, expert, ReadFailure("damaged"))
+        self._checked[layer, expert] = True
 
     def map_addresses(self) -> NDArray[np.uint64]:
         """[layers, experts] addresses in the mapped files, valid until ``close``."""

@@ -89,6 +89,7 @@ class ExpertSystem:
             mover,
             kernel,
             source.scales,
+            check_mapped=source.check_mapped,
             open_ring=self._open_ring,
             close_ring=self.end_prompt,
             pcie_fraction=pcie_fraction,
