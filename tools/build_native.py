@@ -41,7 +41,7 @@ BASE_FLAGS = (
 LINK_FLAGS = ["-shared", "-pthread", "-Wl,--no-undefined"]
 ISA_FLAGS = {
     "avx2": "-mavx2 -mfma -mf16c".split(),
-    "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c".split(),
+    "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c -Wno-maybe-uninitialized".split(),
     "avxvnni": "-mavx2 -mfma -mf16c -mavxvnni".split(),
 }
 

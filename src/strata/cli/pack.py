@@ -5,12 +5,16 @@ Lives in ``cli``: names options and draws the bar; the work is ``checkpoint``'s.
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from strata.cli.loading import phase_bars
+
+logger = logging.getLogger(__name__)
 
 
 def command(
@@ -28,10 +32,21 @@ def command(
     if found.kind not in (Kind.SAFETENSORS, Kind.PACK):
         raise refusal(found)
     from strata.checkpoint.pack_writer import PackOptions, pack_checkpoint
+    from strata.errors import CheckpointError
     from strata.models import find
+    from strata.text.pipeline import TextPipeline
 
     options = PackOptions(experts=experts, dense=dense, hyper=hyper)  # type: ignore[arg-type] # checked there
-    with phase_bars() as on_progress:
-        path = pack_checkpoint(source, destination, find, options, on_progress)
+    try:
+        if found.kind is Kind.SAFETENSORS:
+            TextPipeline.from_directory(source)
+    except CheckpointError as error:  # told now, not after an hour of packing; the pack still serves export
+        logger.warning("the pack will not run: %s", error)
+    try:
+        with phase_bars() as on_progress:
+            path = pack_checkpoint(source, destination, find, options, on_progress)
+    except KeyboardInterrupt:
+        print(f"strata: interrupted; {destination} was not made, the same command starts again", file=sys.stderr)
+        raise
     size = sum(file.stat().st_size for file in path.iterdir())
     print(f"{path}: {size:,} bytes; look at it with: strata inspect {path}")

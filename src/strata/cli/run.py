@@ -50,4 +50,8 @@ def command(
         else:
             request = engine.plain_request(prompt, params)
             sys.stdout.write(prompt)
-        return stream_answer(engine, request)
+        try:
+            return stream_answer(engine, request)
+        except BaseException:
+            sys.stdout.write("\n")  # the error's line begins on its own
+            raise

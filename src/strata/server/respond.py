@@ -119,6 +119,9 @@ class _EventStream(Response):
         await self._send_piece(send, self._first)
         async for piece in self._answer:
             if piece.finish == "cancelled":
+                if self._watcher.done():
+                    logger.info("%s: the client left in the middle of the answer", self._shape.kind)
+                    return
                 raise _stopping()
             await self._send_piece(send, piece)
         for chunk in self._shape.last(self._answer.usage):
