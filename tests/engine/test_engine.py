@@ -195,3 +195,8 @@ def test_refusals_name_numbers_and_the_way_out(
 def test_an_unknown_model_lists_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no model"):
         load(tmp_path / "absent")
+
+
+def test_a_bias_for_no_token_is_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="logit_bias names token 5000, the vocabulary has 272 ids"):
+        engine.plain_request("x", engine.sampling({"logit_bias": {5000: 1.0}}))

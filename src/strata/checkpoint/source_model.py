@@ -20,6 +20,8 @@ from strata.checkpoint.weight_map import ExpertEntry, ExpertSource, WeightEntry,
 from strata.errors import CheckpointError
 from strata.quant.blocks import QuantisedMatrix
 
+CACHE_SCALES = (".k_scale", ".v_scale")  # of a quantised key/value cache, beside no weight: our cache is not quantised
+
 __all__ = ["ExpertWeights", "SourceModel", "WeightSource"]
 
 Projection = torch.Tensor | QuantisedMatrix
@@ -292,7 +294,11 @@ class SourceModel:
             if len(owners) > 1 and not self._is_split_by_columns(name, owners):
                 raise CheckpointError(f"{self.checkpoint.folder}: tensor {name!r} serves two weights of the map")
         ignored = self.weight_map.ignored
-        unknown = [name for name in self.checkpoint.specs if name not in used and not name.startswith(ignored)]
+        unknown = [
+            name
+            for name in self.checkpoint.specs
+            if name not in used and not name.startswith(ignored) and not name.endswith(CACHE_SCALES)
+        ]
         if unknown:
             raise CheckpointError(
                 f"{self.checkpoint.folder}: {len(unknown)} tensors are unknown: {list_names(unknown)}",

@@ -5,6 +5,7 @@ Lives in ``cli``: names options and draws the bar; the work is ``checkpoint``'s.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -24,3 +25,5 @@ def command(
         path = export_checkpoint(pack, destination, progress=on_progress)
     size = sum(file.stat().st_size for file in path.iterdir())
     print(f"{path}: {size:,} bytes")
+    if "vision_config" in json.loads((path / "config.json").read_text(encoding="utf-8")):
+        print("the text model alone: packs keep no vision weights, so the checkpoint cannot look at pictures")

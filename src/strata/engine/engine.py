@@ -175,6 +175,11 @@ class Engine:
                 " or ".join(["shorten the prompt", *self._more_context()]),
                 code="context_length_exceeded",
             )
+        strays = [token for token in request.params.logit_bias if token >= self._runtime.vocabulary]
+        if strays:
+            raise RequestError(
+                f"logit_bias names token {strays[0]}, the vocabulary has {self._runtime.vocabulary:,} ids"
+            )
         return request
 
     def _more_context(self) -> list[str]:
