@@ -160,7 +160,7 @@ class _Arithmetic:
         shape, layers, memory = self.plan.shape, self.subject.config.num_layers, self.rates.bandwidths
         picked = shape.num_experts * (1 - (1 - shape.top_k / shape.num_experts) ** rows)
         experts = layers * picked * self._expert(rows * shape.top_k / picked)
-        vectors = layers * VECTOR_PASSES * 4 * shape.hidden * rows / memory.memory_copy
+        vectors = layers * VECTOR_PASSES * 4 * shape.hidden * rows / memory.memory_read
         a_row = self.costs.a_row + shape.top_k * self.costs.a_pick
         # The copying threads share the processors with those that compute, so that their times add up.
         a_load = shape.blob_bytes / memory.memory_copy + self.costs.a_load

@@ -36,7 +36,7 @@ PASSES, SECONDS = 8, 0.15
 EXPERT_SIZES = ((64, 64), (256, 128), (1024, 512))
 LINEAR_SIZES = ((64, 64), (256, 256), (2048, 2048))
 ATTENTION_SIZES = ((2, 32, 64), (8, 32, 512), (16, 128, 512))
-SHARED_OUTPUTS = 64  # of a product with many rows that one thread takes at a time
+SHARED_OUTPUTS = 256  # of a product with many rows, for each thread: rows are cut into panels once for all of them
 GROUP = 8  # query heads that share keys and values
 
 
