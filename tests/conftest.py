@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,11 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A suite started in the background has SIGINT ignored, and so have the programs it starts; tests that press Ctrl-C on
+# them would wait for ever. A handler of our own becomes the default action in what is started.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 ORACLES = ("transformers", "compressed_tensors", "openai", "hypothesis", "httpx", "xdist", "pytest_timeout")
