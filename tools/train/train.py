@@ -6,6 +6,7 @@
 BF16 checkpoint, ``log.jsonl``, ``loss.png`` and ``figures.json``. If ``--state`` is empty and ``--weights`` names an
 exported checkpoint, the run goes on from those weights with fresh momenta. The schedule is warm-up by steps, then a
 constant rate, then a decay to zero over the last share of ``--total-seconds`` of training, by the clock.
+Several GPUs of one machine share the batch: ``torchrun --nproc-per-node 4 tools/train/train.py ...``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from checkpoint import config_of, export, import_weights
 from data import Batches, load_stream
+from group import Group
 from measure import Measures
 from model import Config, TrainModel
 from optimiser import Optimiser
@@ -87,7 +89,10 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
+        self.group = Group(args.cpu)
+        self.device = self.group.device
+        if args.rows % self.group.size:
+            sys.exit(f"{args.rows} rows do not divide by {self.group.size} processes: give --rows a multiple")
         torch.set_float32_matmul_precision("high")
         torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients are not deterministic, flash attention's are
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -121,14 +126,14 @@ class Trainer:
         """Compares gradients of every kind of block and takes remedies: what both kinds of layer have wrong is laid to
         the grouped experts, what one kind has wrong to its compilation, what stays wrong to TF32."""
         picked = torch.arange(0, self.length, INDEX_ROWS, device=self.device)
-        start, window = time.perf_counter(), self.batches.batch(self.progress.step)
+        start, window = time.perf_counter(), self.batches.batch(self.progress.step)[:: self.group.size]
         for form in ("as trained", "first remedy", "second remedy", "FP32 products"):
             answers = agree.compare(self.model, window, picked, self.low)
             for a in answers:
-                print(json.dumps({"form": form} | vars(a) | {"good": a.good}), flush=True)
+                self._say({"form": form} | vars(a) | {"good": a.good})
             wrong = {a.kind for a in answers if not a.good}
             if not wrong:
-                print(json.dumps({"agree_seconds": round(time.perf_counter() - start, 1)}), flush=True)
+                self._say({"agree_seconds": round(time.perf_counter() - start, 1)})
                 return
             if self.model.layers[0].mlp.grouped and wrong >= {"delta", "attention"}:
                 self.model.group_experts(False)
@@ -138,6 +143,11 @@ class Trainer:
             for kind in wrong:
                 self.model.leave_uncompiled(kind)
         sys.exit("gradients are wrong in every form: nothing was trained")
+
+    def _say(self, facts: dict[str, Any]) -> None:
+        """One JSON line, of the first process alone."""
+        if self.group.rank == 0:
+            print(json.dumps(facts), flush=True)
 
     def _load(self, path: Path) -> None:
         state = torch.load(path, map_location=self.device, weights_only=True)
@@ -160,21 +170,17 @@ class Trainer:
         p = self.progress
         picked = torch.arange(p.step % INDEX_ROWS, self.length, INDEX_ROWS, device=self.device)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.low):
-            out = self.model(self.batches.batch(p.step), picked, DRAFT_WEIGHT)
+            out = self.model(self.group.share(self.batches.batch(p.step)), picked, DRAFT_WEIGHT)
         out.loss.backward()
+        least = out.shares_LE.min() * self.model.c.experts  # of this process's rows
+        names = ("main", "draft", "balance", "distil", "least_used")
+        figures = (out.main, out.draft, out.balance, out.distil, least)
+        figures = self.group.average(self.optimiser.parameters, figures)
         norm = self.optimiser.clip(1.0)
         self.optimiser.step(self.args.rate * rate_scale(p.step, p.seconds, self.args.total_seconds))
         p.step += 1
         p.tokens += self.args.rows * self.length
-        uniform = out.shares_LE * self.model.c.experts
-        return {
-            "main": out.main,
-            "draft": out.draft,
-            "balance": out.balance,
-            "distil": out.distil,
-            "norm": norm,
-            "least_used": uniform.min(),
-        }
+        return dict(zip(names, figures, strict=True)) | {"norm": norm}
 
     def run(self) -> None:
         """Steps until the part's seconds are spent (the first step, with its compilation, included)."""
@@ -183,11 +189,11 @@ class Trainer:
         before = p.seconds
         pending: list[tuple[int, float, dict[str, torch.Tensor]]] = []
         mark_time, mark_tokens = start, p.tokens
-        end = min(start + args.seconds, START + args.wall)
+        length = self.group.agreed(min(args.seconds, START + args.wall - start))
         if args.last:
-            args.total_seconds = before + end - start
-        kept = start
-        while time.perf_counter() < end and (args.steps is None or p.step < args.steps):
+            args.total_seconds = before + length
+        kept, spent = start, 0.0
+        while spent < length and (args.steps is None or p.step < args.steps):
             figures = self.step()
             pending.append((p.step, p.seconds, figures))
             if p.step % 10 == 0 or p.step == 1:
@@ -196,14 +202,17 @@ class Trainer:
                 rate = (p.tokens - mark_tokens) / (now - mark_time)
                 mark_time, mark_tokens = now, p.tokens
                 self._flush(pending, rate)
-                p.seconds = before + now - start
-                if now - kept > args.keep_every:
+                spent = self.group.agreed(now - start)
+                p.seconds = before + spent
+                if now - kept > args.keep_every and self.group.rank == 0:
                     kept = now
                     self.save()
                     export(self.model, args.out)
+            elif self.group.size == 1:
+                spent = time.perf_counter() - start
         synchronise(self.device)
         self._flush(pending, 0.0)
-        p.seconds = before + time.perf_counter() - start
+        p.seconds = before + self.group.agreed(time.perf_counter() - start)
 
     def _flush(self, pending: list[tuple[int, float, dict[str, torch.Tensor]]], rate: float) -> None:
         for step, seconds, figures in pending:
@@ -214,8 +223,7 @@ class Trainer:
             if self.args.guard:
                 self._guard()
             if step <= 20 or step % 50 == 0:
-                entry["tokens_per_second"] = round(rate)
-                print(json.dumps(entry), flush=True)
+                self._say(entry | {"tokens_per_second": round(rate)})
         pending.clear()
 
     def _guard(self) -> None:
@@ -238,11 +246,11 @@ class Trainer:
         """Prints which tensors have the largest gradients on the next batch."""
         picked = torch.arange(0, self.length, INDEX_ROWS, device=self.device)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.low):
-            out = self.model(self.batches.batch(self.progress.step), picked, DRAFT_WEIGHT)
+            out = self.model(self.group.share(self.batches.batch(self.progress.step)), picked, DRAFT_WEIGHT)
         out.loss.backward()
         found = {name: float(p.grad.norm()) for name, p in self.model.named_parameters() if p.grad is not None}
         for name in sorted(found, key=lambda n: -found[n])[:12]:
-            print(json.dumps({"tensor": name, "norm": found[name]}), flush=True)
+            self._say({"tensor": name, "norm": found[name]})
 
     def finish(self) -> None:
         """Saves, exports, evaluates, plots."""
@@ -255,6 +263,7 @@ class Trainer:
         log = [json.loads(line) for line in (args.state / "log.jsonl").read_text().splitlines()]
         (args.out / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in log))
         figures: dict[str, Any] = vars(self.progress) | {
+            "processes": self.group.size,
             "parameters": sum(q.numel() for q in self.model.parameters()),
             "epochs_of_code": round(self.batches.epochs(self.progress.step), 2),
             "sha256": hashes,
@@ -330,7 +339,9 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is asked for
     trainer = Trainer(arguments())
     trainer.run()
-    trainer.finish()
+    trainer.group.close()
+    if trainer.group.rank == 0:
+        trainer.finish()
 
 
 if __name__ == "__main__":
