@@ -87,6 +87,28 @@ struct Lanes {
 
 }  // namespace
 
+namespace strata {
+
+RunningChecksum::RunningChecksum() { std::memcpy(lanes_, Lanes().value, sizeof lanes_); }
+
+void RunningChecksum::take(const void* piece, size_t nbytes) {
+    const unsigned char* data = static_cast<const unsigned char*>(piece);
+    Lanes lanes;
+    std::memcpy(lanes.value, lanes_, sizeof lanes_);
+    lanes.take(data, nbytes / kStripe);
+    std::memcpy(lanes_, lanes.value, sizeof lanes_);
+    nbytes_ += nbytes;
+    tail_ = data + nbytes / kStripe * kStripe;
+}
+
+uint64_t RunningChecksum::finish() {
+    Lanes lanes;
+    std::memcpy(lanes.value, lanes_, sizeof lanes_);
+    return lanes.finish(tail_, nbytes_ % kStripe, nbytes_);
+}
+
+}  // namespace strata
+
 extern "C" {
 
 STRATA_EXPORT uint64_t strata_checksum(const void* source, size_t nbytes) {

@@ -15,3 +15,20 @@ uint64_t strata_checksum(const void* source, size_t nbytes);
 // Copies `nbytes` from `source` to `target` (no overlap) and returns the checksum of what was copied, in one pass.
 uint64_t strata_copy_with_checksum(void* target, const void* source, size_t nbytes);
 }
+
+namespace strata {
+
+// The checksum of bytes that come in pieces. All but the last piece are multiples of 64 bytes.
+class RunningChecksum {
+  public:
+    RunningChecksum();
+    void take(const void* piece, size_t nbytes);
+    uint64_t finish();  // once, after the last piece
+
+  private:
+    uint64_t lanes_[8];
+    uint64_t nbytes_ = 0;
+    const unsigned char* tail_ = nullptr;  // of the last piece, which outlives `finish`
+};
+
+}  // namespace strata

@@ -69,6 +69,28 @@ def test_reads_and_their_failures(tmp_path: Path) -> None:
     stager.close()
 
 
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 262_143, 262_144, 262_145, 1_000_001])
+def test_cached_and_cold_parts_have_one_checksum(tmp_path: Path, size: int) -> None:
+    """A checked read takes what the page cache has in pieces and the rest in one: the sum is of all bytes."""
+    data = np.random.default_rng(size).integers(0, 256, size + 7, np.uint8)
+    path = tmp_path / "blob"
+    path.write_bytes(data.tobytes())
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    stager = Stager(1)
+    for first_cold in (0, size // 2, size + 7):  # of the file; 0: all of it
+        for offset in (0, 7):
+            os.pread(descriptor, size + 7, 0)
+            os.posix_fadvise(descriptor, first_cold, 0, os.POSIX_FADV_DONTNEED)
+            target = np.zeros(size, np.uint8)
+            stager.wait(
+                stager.read(descriptor, offset, target.ctypes.data, size, checksum(data[offset : offset + size]))
+            )
+            assert (target == data[offset : offset + size]).all()
+    stager.close()
+    os.close(descriptor)
+
+
 def test_closing_finishes_what_was_submitted_and_ends_the_threads() -> None:
     before = threading.active_count()
     source, target = np.ones(1 << 22, np.uint8), np.zeros(1 << 22, np.uint8)

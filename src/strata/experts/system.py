@@ -239,7 +239,10 @@ class ExpertSystem:
 
         self._source.direct = self._source.cached_share(placement.ram or placement.vram) < CACHED_ENOUGH
         if placement.ram:
-            loader = Stager(min(MOST_LOAD_THREADS, max(self._stager.num_threads, self.plan.request.num_cpus)))
+            threads = self.plan.request.num_cpus
+            if self._source.direct:  # a drive wants several reads at once, whoever computes
+                threads = max(threads, self._stager.num_threads)
+            loader = Stager(min(MOST_LOAD_THREADS, threads))
             try:
                 fill_ram(self.store, self._source, loader, placement.ram, report)
             finally:
