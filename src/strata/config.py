@@ -220,6 +220,13 @@ class Requested:
     partial_pin: bool = option(
         False, parse_switch, "memory", "Page-locks the hottest prefix of a RAM budget.", variable_only=True
     )
+    prefer_slices: bool = option(
+        False,
+        parse_switch,
+        "memory",
+        "Page-locks slice by slice (path 2) without trying the one allocation: faster where its log line says so.",
+        variable_only=True,
+    )
     test_complement_refuse: bool = option(
         False, parse_switch, "memory", "Takes the one page-locked allocation (path 1) as refused.", variable_only=True
     )
@@ -269,6 +276,15 @@ class Requested:
         metavar="auto|0|1",
         variable_only=True,
     )
+    prefill_cpu_share: float | Auto = option(
+        AUTO,
+        or_word(real(0, 1), AUTO),
+        "prompt",
+        """Share of a prompt's experts outside device memory that the CPU computes in RAM, the rarest; 0, and auto in
+        this version: the device computes all of them.""",
+        metavar="auto|F",
+        variable_only=True,
+    )
 
     pcie_frac: float | Auto = option(
         AUTO,
@@ -276,6 +292,22 @@ class Requested:
         "experts",
         "Share of a round's misses that the device reads by itself.",
         metavar="auto|F",
+    )
+    pcie_balance: bool = option(
+        True,
+        parse_switch,
+        "experts",
+        """That share counts the misses that only the CPU can compute, so that both end together; 0: a fixed share of
+        the page-locked ones.""",
+        variable_only=True,
+    )
+    iq_mt_min: int | Auto = option(
+        AUTO,
+        or_word(whole(0), AUTO),
+        "experts",
+        "Accepted for other engines' settings: all threads compute experts of every format from one row on.",
+        metavar="auto|N",
+        variable_only=True,
     )
     adapt_every: int = option(
         16, whole(0), "experts", "Rounds between two looks at which experts deserve a slot; 0 keeps them.", metavar="N"

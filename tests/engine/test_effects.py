@@ -19,6 +19,7 @@ PINS = (
     "pin_margin_gib",
     "pin_by_need",
     "partial_pin",
+    "prefer_slices",
     "test_complement_refuse",
 )
 
@@ -100,3 +101,38 @@ def test_page_locking_variables_that_count_nothing_are_refused(options: dict[str
     found = effects(**options)
     assert {name for name in PINS if name in found and not found[name].in_force} == refused
     assert all(found[name].why for name in refused)
+
+
+def test_page_locking_nothing_leaves_no_order_of_paths() -> None:
+    found = effects(expert_cache=48, arena_pin_gib="none", prefer_slices=True)
+    assert found["prefer_slices"] == Effect("prefer_slices", False, "STRATA_ARENA_PIN_GIB says to page-lock nothing")
+    assert "prefer_slices" not in effects(expert_cache=48, prefer_slices=True), "in force: nothing to add"
+
+
+@pytest.mark.parametrize(
+    ("options", "in_force", "words"),
+    [
+        ({}, False, "prompts stream nothing: the CPU computes every expert where it lies"),
+        ({"expert_cache": TOTAL}, False, "prompts stream nothing: the device holds every expert"),
+        ({"expert_cache": 48, "resident_budget_gib": 1e-6}, False, "RAM mode budget: RAM holds no expert"),
+        ({"expert_cache": 48, "prefill_cpu_share": 0.25}, True, "the CPU computes the rarest 25 % of a prompt's"),
+        ({"expert_cache": 48, "prefill_cpu_share": 0.25, "mmap_experts": True}, True, "the rarest 25 % of"),
+        ({"expert_cache": 48, "prefill_cpu_share": 0.0}, True, "the device computes every expert of a prompt"),
+        ({"expert_cache": 48}, True, "auto: the device computes every expert of a prompt"),
+    ],
+)
+def test_the_share_of_the_cpu_in_prompts(options: dict[str, Any], in_force: bool, words: str) -> None:
+    found = effects(**options)["prefill_cpu_share"]
+    assert found.in_force is in_force
+    assert words in found.why
+
+
+def test_the_link_is_shared_with_a_card_alone() -> None:
+    found = effects(expert_cache=48, pcie_frac=0.5, pcie_balance=False)
+    assert not found["pcie_frac"].in_force
+    assert found["pcie_balance"].why == "no CUDA device is in use: the CPU computes every expert where it lies"
+    card = {"device": "cuda", "vram_gib": 16}
+    assert effects(**card)["pcie_balance"] == Effect("pcie_balance", True, "all misses of a layer count")
+    fixed = effects(**card, pcie_balance=False)["pcie_balance"]
+    assert fixed == Effect("pcie_balance", True, "a fixed share of the page-locked misses")
+    assert effects(iq_mt_min=8)["iq_mt_min"].in_force

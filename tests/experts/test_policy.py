@@ -82,3 +82,11 @@ def test_the_share_of_the_link_is_a_function_of_the_lists() -> None:
     assert split_pinned(6, 4, 1.0) == 6
     assert split_pinned(0, 10, 0.7) == 0
     assert split_pinned(3, 0, 0.5) == 2
+
+
+def test_a_fixed_share_of_the_link_is_of_the_page_locked_misses_alone() -> None:
+    assert [split_pinned(6, others, 0.5, balance=False) for others in (0, 4, 100)] == [3, 3, 3]
+    assert [split_pinned(6, others, 0.5, balance=True) for others in (0, 4, 100)] == [3, 5, 6]
+    assert split_pinned(6, 4, 0.0, balance=False) == 0
+    assert split_pinned(6, 4, 1.0, balance=False) == 6
+    assert split_pinned(0, 4, 1.0, balance=False) == 0

@@ -43,6 +43,15 @@ def test_path_2_names_slices_and_experts(caplog: pytest.LogCaptureFixture) -> No
     memory.close()
 
 
+def test_slices_can_be_preferred_to_the_one_allocation_and_the_log_says_so() -> None:
+    backend = HostBackend(CAP)
+    memory = take_memory(backend, 10, PAGE, PinRequest(prefer_slices=True), slice_bytes=4 * PAGE)
+    assert memory.path == 2
+    assert "10 of 10 experts, path 1 not tried (STRATA_PREFER_SLICES)" in memory.report
+    assert backend.statistics().num_refusals == 0
+    memory.close()
+
+
 @pytest.mark.parametrize("poison", [False, True])
 def test_registration_stops_at_the_first_refusal_and_the_device_lives_on(poison: bool) -> None:
     faults = HostFaults(refuse_one_allocation=True, refuse_at_slice=2, poison_after_refusal=poison)

@@ -157,6 +157,15 @@ def all_arms(model: OpenModel) -> list[Arm]:
                 (1.0, "alias_picks = misses_pinned"),
             )
         ),
+        Arm(
+            "PCIe share 0.5, fixed",
+            {**slots, **some, "pcie_frac": 0.5, "pcie_balance": False},
+            ("misses_pinned", "alias_picks < misses_pinned"),
+        ),
+        *(
+            Arm(f"CPU share {share} of prompts", {**slots, **some, "prefill_cpu_share": share}, ("hits", condition))
+            for share, condition in ((0.5, "ring_loads"), (1.0, "ring_loads = 0"))
+        ),
         Arm("ring reserved", {**slots, **some, "prefill_borrow": False}, ("ring_loads", "misses_pinned")),
     ]
 

@@ -15,12 +15,14 @@ from strata.words import count_of
 
 __all__ = ["effects_of", "plan_effects"]
 
+NO_CARD = "no CUDA device is in use"
 PIN_OPTIONS = (
     "complement_pin_gib",
     "arena_pin_gib",
     "pin_margin_gib",
     "pin_by_need",
     "partial_pin",
+    "prefer_slices",
     "test_complement_refuse",
 )
 
@@ -40,6 +42,7 @@ def plan_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
         *_machine_effects(plan, requested),
         *_memory_effects(plan, requested),
         *_pin_effects(plan),
+        *_sharing_effects(plan, requested),
         *_adaptation_effects(plan),
     ]
 
@@ -80,10 +83,33 @@ def _memory_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
         slots += f", cut from {request.expert_cache:,}: the model has no more experts"
     found.append(Effect("expert_cache", True, slots))
     if device.kind == "cpu":
-        why = "no CUDA device is in use"
-        found.append(Effect("vram_reserve_mib", False, why))
-        found.append(Effect("pcie_frac", False, f"{why}: the CPU computes every expert where it lies"))
+        found.append(Effect("vram_reserve_mib", False, NO_CARD))
     return found
+
+
+def _sharing_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
+    """Who computes what the device does not hold: the link's share of rounds, the CPU's of prompts."""
+    iq = "all threads compute experts of every format from one row on, whatever this says"
+    found = [_cpu_share_effect(plan, requested), Effect("iq_mt_min", True, iq)]
+    if plan.device.kind == "cpu":
+        why = f"{NO_CARD}: the CPU computes every expert where it lies"
+        return [*found, Effect("pcie_frac", False, why), Effect("pcie_balance", False, why)]
+    counted = "all misses of a layer count" if requested.pcie_balance else "a fixed share of the page-locked misses"
+    return [*found, Effect("pcie_balance", True, counted)]
+
+
+def _cpu_share_effect(plan: ResolvedPlan, requested: Requested) -> Effect:
+    name, share = "prefill_cpu_share", plan.request.prefill_cpu_share
+    if not plan.ring_slots:
+        some = "the device holds every expert" if plan.num_slots else "the CPU computes every expert where it lies"
+        return Effect(name, False, f"prompts stream nothing: {some}")
+    if not plan.num_ram_experts and plan.mode != "mapped":
+        return Effect(name, False, f"RAM mode {plan.mode}: RAM holds no expert that the CPU could compute in place")
+    if not share:
+        left = "auto: " if isinstance(requested.prefill_cpu_share, str) else ""
+        return Effect(name, True, f"{left}the device computes every expert of a prompt")
+    rarest = f"the rarest {100 * share:g} % of a prompt's experts outside the device"
+    return Effect(name, True, f"the CPU computes {rarest}, where they lie in RAM")
 
 
 def _pin_effects(plan: ResolvedPlan) -> list[Effect]:
@@ -101,6 +127,8 @@ def _pin_effects(plan: ResolvedPlan) -> list[Effect]:
         found.append(Effect("pin_margin_gib", False, "this system sets no shared-memory budget"))
     elif pin.rule != "auto":
         found.append(Effect("pin_margin_gib", False, f"STRATA_{counts}_PIN_GIB is not auto"))
+    if pin.rule == "none":
+        found.append(Effect("prefer_slices", False, f"STRATA_{counts}_PIN_GIB says to page-lock nothing"))
     if plan.mode != "budget":
         found.append(Effect("partial_pin", False, f"RAM mode {plan.mode}: only a RAM budget has a hottest prefix"))
     return found

@@ -94,6 +94,7 @@ def memory_request(requested: Requested, machine: Machine, max_context: int, chu
         stager_threads=number(requested.stager_threads),
         stager_buffers=number(requested.stager_ring),
         stage_resident=None if isinstance(requested.stage_resident, str) else requested.stage_resident,
+        prefill_cpu_share=0.0 if isinstance(requested.prefill_cpu_share, str) else requested.prefill_cpu_share,
         adapt_every=requested.adapt_every,
         adapt_swaps=requested.adapt_swaps,
         num_cpus=machine.num_cpus,
@@ -110,4 +111,5 @@ def pin_request(requested: Requested, rule: PinRequest) -> PinRequest:
         by_need=requested.pin_by_need,
         partial=requested.partial_pin,
         refuse_one_allocation=requested.test_complement_refuse,
+        prefer_slices=requested.prefer_slices,
     )

@@ -128,6 +128,7 @@ class Runtime:
                 backend,
                 heat=None if profile is None else profile.heat(requested.adapt_every),
                 pcie_fraction=0.0 if isinstance(requested.pcie_frac, str) else requested.pcie_frac,
+                pcie_balance=requested.pcie_balance,
                 injection=injection,
                 progress=tell,
             )

@@ -67,6 +67,7 @@ class Dispatcher:
         open_ring: Callable[[int], PromptRing | None],
         close_ring: Callable[[], None],
         pcie_fraction: float = 0.0,
+        pcie_balance: bool = True,
         cpu_share: float = 0.0,
         injection: FaultInjection | None = None,
     ) -> None:
@@ -75,7 +76,7 @@ class Dispatcher:
         self._tables = PickTables(store.placements(scales))
         self._check_mapped = check_mapped
         self._open_ring, self._close_ring = open_ring, close_ring
-        self._pcie_fraction, self._cpu_share = pcie_fraction, cpu_share
+        self._pcie_fraction, self._pcie_balance, self._cpu_share = pcie_fraction, pcie_balance, cpu_share
         self._injection = injection
         self._flags = np.zeros(0, np.uint8)
 
@@ -207,7 +208,8 @@ class Dispatcher:
         counters.num_calls += 1
         counters.num_stale += picks.num_stale
         others = by_tier[Tier.PAGEABLE] + by_tier[Tier.MAPPED] + by_tier[Tier.FILE]
-        counters.num_alias += split_pinned(by_tier[Tier.PINNED], others, self._pcie_fraction)
+        pinned = by_tier[Tier.PINNED]
+        counters.num_alias += split_pinned(pinned, others, self._pcie_fraction, balance=self._pcie_balance)
         if self._injection is not None:
             for tier, address in zip(picks.kinds.tolist(), picks.tasks.tasks["blob"].tolist(), strict=True):
                 if address:

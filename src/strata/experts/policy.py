@@ -63,10 +63,12 @@ def choose_swaps(heat: Heat, in_vram: NDArray[np.bool_], max_swaps: int) -> list
     return [swap for _, _, swap in sorted(found)[:max_swaps]]
 
 
-def split_pinned(num_pinned: int, num_cpu: int, fraction: float) -> int:
+def split_pinned(num_pinned: int, num_cpu: int, fraction: float, *, balance: bool = True) -> int:
     """How many of a round's ``num_pinned`` page-locked misses the device reads over the link itself.
 
-    A pure function of the lists: ``fraction`` of all misses (``num_cpu`` others must be computed by the CPU), rounded
-    half up, at most all the page-locked ones.
+    A pure function of the lists: with ``balance``, ``fraction`` of all misses (``num_cpu`` others must be computed by
+    the CPU), so that link and CPU end together whatever is not page-locked; without, of the page-locked ones alone.
+    Rounded half up, at most all the page-locked ones.
     """
-    return min(num_pinned, int((num_pinned + num_cpu) * fraction + 0.5))
+    shared = num_pinned + num_cpu if balance else num_pinned
+    return min(num_pinned, int(shared * fraction + 0.5))

@@ -66,6 +66,7 @@ class ExpertSystem:
         ring_limit: int,
         heat: NDArray[np.float64],
         pcie_fraction: float,
+        pcie_balance: bool,
         injection: FaultInjection | None,
     ) -> None:
         self.plan = plan
@@ -93,6 +94,7 @@ class ExpertSystem:
             open_ring=self._open_ring,
             close_ring=self.end_prompt,
             pcie_fraction=pcie_fraction,
+            pcie_balance=pcie_balance,
             cpu_share=plan.request.prefill_cpu_share,
             injection=injection,
         )
@@ -108,6 +110,7 @@ class ExpertSystem:
         heat: NDArray[np.float64] | None = None,
         verify: bool = True,
         pcie_fraction: float = 0.0,
+        pcie_balance: bool = True,
         injection: FaultInjection | None = None,
         progress: Progress | None = None,
     ) -> ExpertSystem:
@@ -148,6 +151,7 @@ class ExpertSystem:
                 ring_limit=min(plan.ring_slots, sizing.ring_slots),
                 heat=heat.astype(np.float64),
                 pcie_fraction=pcie_fraction,
+                pcie_balance=pcie_balance,
                 injection=injection,
             )
         try:

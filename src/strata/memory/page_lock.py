@@ -183,6 +183,8 @@ def _take_slices(
     if path == 2:
         said = f"{len(granted):,} of {len(cuts):,} slices, {num_pinned:,} of {num_places:,} experts"
         said += f", the rest {rest}" if rest else ""
+    if request.prefer_slices and path == 2:
+        said += ", path 1 not tried (STRATA_PREFER_SLICES)"
     report = _report(path, num_pinned * stride, nbytes, started, said)
     if request.partial and num_pinned:
         report = report.replace("page-locking path 2", "page-locking path 2 (hottest prefix, STRATA_PARTIAL_PIN)")
