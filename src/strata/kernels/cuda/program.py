@@ -1,0 +1,113 @@
+"""A list of kernel launches and the memory that they use: what a decode round on a GPU is made of.
+
+Lives in ``kernels/cuda`` because launches are this room's. A program is recorded once, by running a model's layers on
+operations that record instead of computing, and then run any number of times: as one captured graph on a card, or
+launch by launch. Nothing in it depends on values: what changes from round to round (token ids, the position, how many
+rows of the last window were accepted) is read from device memory, see ``RoundInputs``. It must not know models, tiers,
+or what runs a launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+__all__ = ["MAX_WINDOW", "Address", "Argument", "Launch", "Machine", "Program", "RoundInputs", "Runnable"]
+
+MAX_WINDOW = 8  # rows of a window at most: kernels keep so many sums in registers
+
+
+class Address(int):
+    """A device address as an argument, where there is no tensor."""
+
+
+Argument = torch.Tensor | Address | int | float | ctypes.Structure
+"""A tensor is passed as its address (64 bits), an ``Address`` as 64 bits, an int as 32, a float as FP32, a structure
+by value."""
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """``kernel`` is "file.entry", an ``extern "C"`` kernel of ``file.cu``. ``shared``: dynamic shared memory, bytes."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: int
+    shared: int
+    arguments: tuple[Argument, ...]
+
+
+@dataclass(eq=False)
+class Program:
+    """Launches in order. ``empty`` and ``zeros`` allocate on the device and live as long as the program."""
+
+    device: torch.device
+    multiprocessors: int = 1
+    launches: list[Launch] = field(default_factory=list)
+    kept: list[torch.Tensor] = field(default_factory=list)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        self.kept.append(tensor)
+        return tensor
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self.empty(*shape, dtype=dtype).zero_()
+
+    def launch(self, kernel: str, grid: tuple[int, ...], block: int, *arguments: Argument, shared: int = 0) -> None:
+        """Appends a launch; tensors among the arguments must be contiguous and stay alive with the program."""
+        whole = (*grid, 1, 1)[:3]
+        assert min(whole) > 0, (kernel, grid)
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                assert argument.is_contiguous(), f"{kernel}: a tensor of stride {argument.stride()}"
+                assert argument.device.type == self.device.type, f"{kernel}: a tensor on {argument.device}"
+                self.kept.append(argument)
+        self.launches.append(Launch(kernel, (whole[0], whole[1], whole[2]), block, shared, arguments))
+
+    def take(self) -> list[Launch]:
+        """The launches so far, which the program forgets; their memory stays with it."""
+        taken, self.launches = self.launches, []
+        return taken
+
+
+@dataclass(frozen=True, eq=False)
+class RoundInputs:
+    """What a round reads from device memory, int32; written by the conductor between rounds. Owns its tensors.
+
+    ``ids`` [MAX_WINDOW]: the window's tokens. ``position`` [1]: committed positions, where the window starts.
+    ``accepted`` [1]: how many rows of the window before are to be folded into recurrent state.
+    """
+
+    ids: torch.Tensor
+    position: torch.Tensor
+    accepted: torch.Tensor
+
+    @classmethod
+    def on(cls, device: torch.device) -> RoundInputs:
+        """All three as views of one tensor, so that one copy fills them."""
+        whole = torch.zeros(MAX_WINDOW + 2, dtype=torch.int32, device=device)
+        return cls(whole[2:], whole[:1], whole[1:2])
+
+
+class Runnable(Protocol):
+    """Launches that are ready to run in order."""
+
+    def run(self) -> None:
+        """Enqueues them on the machine's stream; returns before they are complete."""
+
+
+class Machine(Protocol):
+    """What runs launches: a card (``device.py``), or the tests' emulation on the CPU."""
+
+    device: torch.device
+    multiprocessors: int
+
+    def prepare(self, launches: list[Launch]) -> Runnable:
+        """Loads every kernel and captures the launches as one graph where the machine has graphs."""
+
+    def synchronize(self) -> None:
+        """Waits for everything enqueued. Raises ``EngineError`` if any of it failed."""
