@@ -27,6 +27,14 @@ def test_a_swap_exchanges_the_hottest_outside_with_the_coldest_inside_of_a_layer
     assert choose_swaps(heat, inside, 0) == []
 
 
+def test_a_draft_gets_the_swaps_that_the_model_leaves() -> None:
+    heat = np.array([[0.0, 5.0, 0.0, 4.0], [0.0, 90.0, 0.0, 80.0]])
+    inside = np.array([[True, False, True, False], [True, False, True, False]])
+    assert choose_swaps(heat, inside, 2) == [Swap(5, 4), Swap(7, 6)]
+    assert choose_swaps(heat, inside, 2, draft_layers=1) == [Swap(1, 0), Swap(3, 2)]
+    assert choose_swaps(heat, inside, 3, draft_layers=1) == [Swap(1, 0), Swap(3, 2), Swap(5, 4)]
+
+
 def test_equals_do_not_swap_for_ever() -> None:
     inside = np.array([[True, False]])
     assert choose_swaps(np.array([[10.0, 11.0]]), inside, 4) == []

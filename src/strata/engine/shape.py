@@ -6,6 +6,7 @@ It must not allocate or read weights.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,9 @@ def reader_shape(name: str, config: FamilyConfig, reader: PackReader, kv: KvForm
     """Sizes of an open pack with routed experts."""
     assert reader.layout is not None, "the model has routed experts"
     layers = len(reader.expert_layers)  # a draft block's experts are experts of the pack like any others
-    return _shape(name, config, kv, layers, reader.layout.blob_bytes, reader.dense_bytes)
+    drafts = sum(layer >= config.num_layers for layer in reader.expert_layers)
+    shape = _shape(name, config, kv, layers, reader.layout.blob_bytes, reader.dense_bytes)
+    return dataclasses.replace(shape, draft_layers=drafts)
 
 
 def config_shape(name: str, raw: Mapping[str, Any], kv: KvFormat) -> ModelShape:

@@ -40,14 +40,15 @@ def decay_counts(counts: Heat, fresh: NDArray[np.int64]) -> Heat:
     return counts * DECAY + fresh
 
 
-def choose_swaps(heat: Heat, in_vram: NDArray[np.bool_], max_swaps: int) -> list[Swap]:
+def choose_swaps(heat: Heat, in_vram: NDArray[np.bool_], max_swaps: int, draft_layers: int = 0) -> list[Swap]:
     """The most useful exchanges, best first: in each layer the hottest outside VRAM against the coldest inside.
 
-    Every expert occurs once at most, and the number of slots of a layer never changes.
+    Every expert occurs once at most, and the number of slots of a layer never changes. The last ``draft_layers`` get
+    what the others leave: a chain of drafts picks several times a round, and would win every comparison.
     """
     if max_swaps <= 0:
         return []
-    found: list[tuple[float, int, Swap]] = []
+    found: list[tuple[bool, float, int, Swap]] = []
     num_experts = heat.shape[1]
     inside = np.where(in_vram, heat, np.inf)
     outside = np.where(in_vram, -np.inf, heat)
@@ -59,8 +60,9 @@ def choose_swaps(heat: Heat, in_vram: NDArray[np.bool_], max_swaps: int) -> list
             gain = float(outside[layer, hot] - inside[layer, cold])
             if outside[layer, hot] < inside[layer, cold] * HYSTERESIS_RATIO or gain < HYSTERESIS_PICKS:
                 break
-            found.append((-gain, layer, Swap(layer * num_experts + hot, layer * num_experts + cold)))
-    return [swap for _, _, swap in sorted(found)[:max_swaps]]
+            is_draft = layer >= heat.shape[0] - draft_layers
+            found.append((is_draft, -gain, layer, Swap(layer * num_experts + hot, layer * num_experts + cold)))
+    return [swap for *_, swap in sorted(found)[:max_swaps]]
 
 
 def split_pinned(num_pinned: int, num_cpu: int, fraction: float, *, balance: bool = True) -> int:

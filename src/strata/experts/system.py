@@ -262,7 +262,7 @@ class ExpertSystem:
         self._heat = decay_counts(self._heat, self.dispatcher.take_picks())
         room = min(self.plan.request.adapt_swaps, len(self.swaps.spares))
         busy = self.swaps.busy()
-        for swap in choose_swaps(self._heat, self.store.in_vram(), room):
+        for swap in choose_swaps(self._heat, self.store.in_vram(), room, self.plan.shape.draft_layers):
             if not busy & set(swap):
                 self.swaps.start(swap)
 

@@ -24,7 +24,10 @@ RamMode = Literal["arena", "resident", "budget", "mapped"]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of one model, bytes where not a count. ``host_bytes``: what it keeps in RAM beside the experts."""
+    """Sizes of one model, bytes where not a count. ``host_bytes``: what it keeps in RAM beside the experts.
+
+    ``draft_layers``: so many of the last layers are a draft's, whose experts never cost the model's own their place.
+    """
 
     name: str
     num_layers: int
@@ -37,6 +40,7 @@ class ModelShape:
     kv_bytes_per_token: int = 0
     prompt_bytes_per_row: int = 0  # buffers of a prompt pass for each of its rows; 0: sixteen FP32 hidden vectors
     draft_bytes: int = 0
+    draft_layers: int = 0
     host_bytes: int = 0
 
     @property
