@@ -1,0 +1,421 @@
+"""An NVIDIA card as the ``Backend`` of kernels/backend.py: memory under a cap, page-locking, streams and copies.
+
+Lives in ``kernels/cuda`` because only this room knows the driver. The cap holds for this backend's allocations and
+what is charged for torch together, so a large card behaves as a small one. It must not know what an expert is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from strata.errors import MemoryPlanError
+from strata.kernels.backend import DeviceEvent, DeviceInfo, DeviceMemoryFull, PinRefused
+from strata.kernels.cuda.driver import CudaContext, CudaError, ask
+
+__all__ = ["Charge", "CudaBackend", "CudaBuffer", "CudaEvent", "CudaRegistration", "CudaStatistics", "CudaStream"]
+
+ALIGNMENT = 4096  # of a Buffer; the driver itself aligns small allocations to 512 only
+OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+NOT_READY = "CUDA_ERROR_NOT_READY"
+# After one of these the context answers nothing any more: never the answer to a registration, always the device's end.
+BROKEN = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        "ASSERT DEINITIALIZED CONTEXT_IS_DESTROYED DEVICE_UNAVAILABLE ECC_UNCORRECTABLE HARDWARE_STACK_ERROR "
+        "ILLEGAL_ADDRESS ILLEGAL_INSTRUCTION INVALID_ADDRESS_SPACE INVALID_CONTEXT INVALID_PC LAUNCH_FAILED "
+        "LAUNCH_TIMEOUT MISALIGNED_ADDRESS NOT_INITIALIZED NVLINK_UNCORRECTABLE"
+    ).split()
+)
+
+
+@dataclass(frozen=True)
+class CudaStatistics:
+    """Counters of a ``CudaBackend``; bytes unless named otherwise. ``cap_bytes`` None: all that the card has.
+
+    ``peak_bytes``: the most that was allocated here and charged for torch at once.
+    """
+
+    cap_bytes: int | None
+    device_bytes: int
+    charged_bytes: int
+    peak_bytes: int
+    pinned_bytes: int
+    num_registrations: int
+    num_refusals: int
+    num_copies: int
+    copied_bytes: int
+
+
+class CudaBuffer:
+    """Device memory, or one page-locked allocation. Freed once, at ``free()`` or when it is collected."""
+
+    def __init__(self, address: int, nbytes: int, release: Callable[[], None]) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self._release: Callable[[], None] | None = release
+
+    def free(self) -> None:
+        if self._release is not None:
+            release, self._release = self._release, None
+            release()
+
+    def __del__(self) -> None:
+        if getattr(self, "_release", None) is not None:
+            self.free()
+
+
+class CudaRegistration:
+    """A page-locked range; ``alias`` is where the device sees it."""
+
+    def __init__(self, address: int, nbytes: int, device_address: int | None, release: Callable[[], None]) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self._device_address = device_address
+        self._release: Callable[[], None] | None = release
+
+    def alias(self, address: int) -> int:
+        assert self._device_address is not None, "the device does not address this range"
+        assert self.address <= address < self.address + self.nbytes, "an alias outside its registration"
+        return self._device_address + (address - self.address)
+
+    def unregister(self) -> None:
+        if self._release is not None:
+            release, self._release = self._release, None
+            release()
+
+
+class Charge:
+    """Bytes of the cap that something else allocates, such as torch. Given back once."""
+
+    def __init__(self, nbytes: int, release: Callable[[], None]) -> None:
+        self.nbytes = nbytes
+        self._release: Callable[[], None] | None = release
+
+    def release(self) -> None:
+        if self._release is not None:
+            release, self._release = self._release, None
+            release()
+
+
+class CudaEvent:
+    """A point in a stream, without a time. Its handle returns to the backend when it is collected."""
+
+    def __init__(self, backend: CudaBackend, handle: Any) -> None:
+        self._backend = backend
+        self.handle = handle
+
+    def query(self) -> bool:
+        context = self._backend.context
+        context.use()
+        answer = context.driver.cuEventQuery(self.handle)
+        if answer[0].name == NOT_READY:
+            return False
+        ask(answer, "work on the card")
+        return True
+
+    def synchronize(self) -> None:
+        context = self._backend.context
+        context.use()
+        ask(context.driver.cuEventSynchronize(self.handle), "work on the card")
+
+    def __del__(self) -> None:
+        self._backend.recycle(self.handle)
+
+
+class CudaStream:
+    """A stream that no other stream waits for by itself. Copies are ordered; page-locked ones run beside kernels."""
+
+    def __init__(self, backend: CudaBackend) -> None:
+        self._backend = backend
+        context = backend.context
+        context.use()
+        flags = context.driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self._stream = ask(context.driver.cuStreamCreate(int(flags)), "making a stream")
+
+    @property
+    def handle(self) -> int:
+        """The CUstream as an integer."""
+        return int(self._stream)
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        assert destination, "a copy to address 0"
+        assert source, "a copy from address 0"
+        assert nbytes > 0, "a copy of no bytes"
+        context = self._backend.context
+        context.use()
+        ask(context.driver.cuMemcpyAsync(destination, source, nbytes, self._stream), f"copying {nbytes} bytes")
+        self._backend.count_copies(1, nbytes)
+
+    def copy_batch(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Enqueues (destination, source, bytes) triples in one call; they may run in any order among themselves."""
+        if len(copies) < 2:
+            for copy in copies:
+                self.copy(*copy)
+            return
+        context = self._backend.context
+        context.use()
+        driver = context.driver
+        attributes = driver.CUmemcpyAttributes()
+        attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        destinations = [driver.CUdeviceptr(destination) for destination, _, _ in copies]
+        sources = [driver.CUdeviceptr(source) for _, source, _ in copies]
+        sizes = [nbytes for _, _, nbytes in copies]
+        assert all(sizes), "a copy of no bytes"
+        answer = driver.cuMemcpyBatchAsync(
+            destinations, sources, sizes, len(copies), [attributes], [0], 1, self._stream
+        )
+        ask(answer, f"copying {sum(sizes)} bytes in {len(copies)} pieces")
+        self._backend.count_copies(len(copies), sum(sizes))
+
+    def record(self) -> CudaEvent:
+        event = self._backend.event()
+        ask(self._backend.context.driver.cuEventRecord(event.handle, self._stream), "recording an event")
+        return event
+
+    def wait(self, event: DeviceEvent) -> None:
+        assert isinstance(event, CudaEvent), "an event of another device"
+        self._backend.context.use()
+        ask(self._backend.context.driver.cuStreamWaitEvent(self._stream, event.handle, 0), "waiting for an event")
+
+    def synchronize(self) -> None:
+        self._backend.context.use()
+        ask(self._backend.context.driver.cuStreamSynchronize(self._stream), "work on the card")
+
+    def close(self) -> None:
+        """Waits for the stream's work and ends it; what failed was already reported to whoever waited for it."""
+        if self._stream is not None:
+            stream, self._stream = self._stream, None
+            self._backend.context.use()
+            self._backend.context.driver.cuStreamSynchronize(stream)
+            self._backend.context.driver.cuStreamDestroy(stream)
+
+
+class CudaBackend:
+    """``Backend`` over one card's context, which it borrows. Any thread may call it.
+
+    ``cap_bytes`` is what may be taken in all (``--vram-gib``); None: what the card has free.
+    """
+
+    def __init__(self, context: CudaContext, cap_bytes: int | None = None) -> None:
+        self.context = context
+        self.cap_bytes = cap_bytes
+        self._lock = threading.RLock()  # a collected buffer may give back while its own thread holds it
+        self._device_bytes = self._charged_bytes = self._peak_bytes = self._pinned_bytes = 0
+        self._num_registrations = self._num_refusals = self._num_copies = self._copied_bytes = 0
+        self._streams: list[CudaStream] = []
+        self._events: list[Any] = []
+        self._is_open = True
+
+    def info(self) -> DeviceInfo:
+        card = self.context.card
+        free, total = self.context.memory()
+        if self.cap_bytes is not None:
+            total, free = min(total, self.cap_bytes), min(free, self._room())
+        return DeviceInfo(card.name, "cuda", total, free, pins_charge_device=card.integrated)
+
+    def allocate(self, nbytes: int) -> CudaBuffer:
+        rounded = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if nbytes <= 0 or not self._take(rounded):
+            raise DeviceMemoryFull(nbytes, self._free_bytes())
+        try:
+            base, address = self._allocate_aligned(rounded)
+        except CudaError as error:
+            self._give_back(rounded)
+            if error.name == OUT_OF_MEMORY:
+                raise DeviceMemoryFull(nbytes, self._free_bytes()) from None
+            raise
+        except BaseException:
+            self._give_back(rounded)
+            raise
+
+        def release() -> None:
+            self.context.use()
+            ask(self.context.driver.cuMemFree(base), f"freeing {nbytes} bytes of VRAM")
+            self._give_back(rounded)
+
+        return CudaBuffer(address, nbytes, release)
+
+    def charge(self, nbytes: int) -> Charge:
+        """Takes ``nbytes`` of the cap for what another allocates. Raises ``DeviceMemoryFull``."""
+        if not self._take(nbytes, charged=True):
+            raise DeviceMemoryFull(nbytes, self._free_bytes())
+        return Charge(nbytes, lambda: self._give_back(nbytes, charged=True))
+
+    def share_with_torch(self, nbytes: int) -> Charge:
+        """Charges ``nbytes`` and lets torch allocate that much on this card and no more, in all.
+
+        Raises ``MemoryPlanError`` where torch holds more already, ``DeviceMemoryFull`` where the cap has no room.
+        """
+        import torch
+
+        card = self.context.card
+        held = torch.cuda.memory_reserved(card.index)
+        if held > nbytes:
+            raise MemoryPlanError(
+                f"torch holds {held >> 20} MiB of VRAM, the plan gives it {nbytes >> 20} MiB",
+                "free its tensors before the model is loaded",
+                short_bytes=held - nbytes,
+            )
+        charge = self.charge(nbytes)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / card.memory_total), card.index)
+        return charge
+
+    def allocate_pinned(self, nbytes: int, *, mapped: bool = True) -> tuple[CudaBuffer, CudaRegistration]:
+        driver = self.context.driver
+        flags = driver.CU_MEMHOSTALLOC_PORTABLE | (driver.CU_MEMHOSTALLOC_DEVICEMAP if mapped else 0)
+        self.context.use()
+        address = int(self._ask_pinned(driver.cuMemHostAlloc(nbytes, flags), nbytes))
+        try:
+            alias = self._alias(address, nbytes) if mapped else None
+        except BaseException:
+            driver.cuMemFreeHost(address)
+            raise
+        self._count_pinned(nbytes)
+
+        def release() -> None:
+            self.context.use()
+            ask(driver.cuMemFreeHost(address), f"freeing {nbytes} page-locked bytes")
+            self._count_pinned(-nbytes)
+
+        return CudaBuffer(address, nbytes, release), CudaRegistration(address, nbytes, alias, lambda: None)
+
+    def register(self, address: int, nbytes: int) -> CudaRegistration:
+        assert nbytes > 0, "a registration of zero bytes"
+        assert address % ALIGNMENT == 0, "registration works on whole pages"
+        assert nbytes % ALIGNMENT == 0, "registration works on whole pages"
+        driver = self.context.driver
+        flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        self.context.use()
+        with self._lock:
+            self._num_registrations += 1
+        self._ask_pinned(driver.cuMemHostRegister(address, nbytes, flags), nbytes)
+        try:
+            alias = self._alias(address, nbytes)
+        except BaseException:
+            driver.cuMemHostUnregister(address)
+            raise
+        self._count_pinned(nbytes)
+
+        def release() -> None:
+            self.context.use()
+            ask(driver.cuMemHostUnregister(address), f"unlocking {nbytes} bytes")
+            self._count_pinned(-nbytes)
+
+        return CudaRegistration(address, nbytes, alias, release)
+
+    def stream(self) -> CudaStream:
+        stream = CudaStream(self)
+        with self._lock:
+            self._streams.append(stream)
+        return stream
+
+    def event(self) -> CudaEvent:
+        """An event that nothing was recorded in; from those that were collected where there is one."""
+        self.context.use()
+        with self._lock:
+            handle = self._events.pop() if self._events else None
+        if handle is None:
+            driver = self.context.driver
+            flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+            handle = ask(driver.cuEventCreate(int(flags)), "making an event")
+        return CudaEvent(self, handle)
+
+    def recycle(self, handle: Any) -> None:
+        """What a collected event does with its handle."""
+        with self._lock:
+            if self._is_open:
+                self._events.append(handle)
+                return
+        self.context.driver.cuEventDestroy(handle)
+
+    def close(self) -> None:
+        """Ends the streams and events; buffers and registrations are their owners' to free. May be called twice."""
+        with self._lock:
+            self._is_open = False
+            streams, self._streams = self._streams, []
+            events, self._events = self._events, []
+        for stream in streams:
+            stream.close()
+        for handle in events:
+            self.context.driver.cuEventDestroy(handle)
+
+    def count_copies(self, count: int, nbytes: int) -> None:
+        with self._lock:
+            self._num_copies += count
+            self._copied_bytes += nbytes
+
+    def statistics(self) -> CudaStatistics:
+        with self._lock:
+            return CudaStatistics(
+                cap_bytes=self.cap_bytes,
+                device_bytes=self._device_bytes,
+                charged_bytes=self._charged_bytes,
+                peak_bytes=self._peak_bytes,
+                pinned_bytes=self._pinned_bytes,
+                num_registrations=self._num_registrations,
+                num_refusals=self._num_refusals,
+                num_copies=self._num_copies,
+                copied_bytes=self._copied_bytes,
+            )
+
+    def _allocate_aligned(self, nbytes: int) -> tuple[Any, int]:
+        """(what to free, the aligned address). The driver aligns large allocations far better than asked here."""
+        driver = self.context.driver
+        self.context.use()
+        base = ask(driver.cuMemAlloc(nbytes), f"taking {nbytes} bytes of VRAM")
+        if int(base) % ALIGNMENT == 0:
+            return base, int(base)
+        driver.cuMemFree(base)
+        base = ask(driver.cuMemAlloc(nbytes + ALIGNMENT), f"taking {nbytes} bytes of VRAM")
+        return base, -(-int(base) // ALIGNMENT) * ALIGNMENT
+
+    def _alias(self, address: int, nbytes: int) -> int:
+        driver = self.context.driver
+        return int(self._ask_pinned(driver.cuMemHostGetDevicePointer(address, 0), nbytes))
+
+    def _ask_pinned(self, answer: tuple[Any, ...], nbytes: int) -> Any:
+        """The result, or ``PinRefused`` in CUDA's words; an error of a broken device stays one."""
+        try:
+            return ask(answer, f"page-locking {nbytes} bytes")
+        except CudaError as error:
+            if error.name in BROKEN:
+                raise
+            with self._lock:
+                self._num_refusals += 1
+            raise PinRefused(nbytes, f"{error.name}: {error.words}") from None
+
+    def _take(self, nbytes: int, *, charged: bool = False) -> bool:
+        with self._lock:
+            total = self._device_bytes + self._charged_bytes + nbytes
+            if self.cap_bytes is not None and total > self.cap_bytes:
+                return False
+            if charged:
+                self._charged_bytes += nbytes
+            else:
+                self._device_bytes += nbytes
+            self._peak_bytes = max(self._peak_bytes, total)
+            return True
+
+    def _give_back(self, nbytes: int, *, charged: bool = False) -> None:
+        with self._lock:
+            if charged:
+                self._charged_bytes -= nbytes
+            else:
+                self._device_bytes -= nbytes
+
+    def _count_pinned(self, nbytes: int) -> None:
+        with self._lock:
+            self._pinned_bytes += nbytes
+
+    def _room(self) -> int:
+        """Bytes left under the cap."""
+        assert self.cap_bytes is not None, "asked only with a cap"
+        with self._lock:
+            return max(0, self.cap_bytes - self._device_bytes - self._charged_bytes)
+
+    def _free_bytes(self) -> int:
+        free, _ = self.context.memory()
+        return free if self.cap_bytes is None else min(free, self._room())

@@ -1,0 +1,288 @@
+"""A card that runs launches: kernels loaded whole, arguments packed, a list of launches captured as one graph.
+
+Lives in ``kernels/cuda`` as the ``Machine`` of program.py. All kernels are loaded before the first launch, because a
+kernel that is loaded while another waits for the CPU can wait for ever. It must not know what a launch computes, nor
+whose memory it reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from strata.errors import EngineError
+from strata.kernels.cuda.compile import compile_kernels
+from strata.kernels.cuda.driver import CudaContext, ask
+from strata.kernels.cuda.program import Address, Argument, Launch
+from strata.paths import Home
+
+__all__ = ["CapturedGraph", "CudaMachine", "Mark", "TimedLaunch", "pack_arguments"]
+
+PLAIN_SHARED = 48 << 10  # bytes of dynamic shared memory that a block gets without asking
+EMPTY_GRAPH_RUNS = 20
+
+
+@dataclass(frozen=True)
+class TimedLaunch:
+    """One launch of ``run_timed``: microseconds between events around it, so its own start-up is counted."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: int
+    microseconds: float
+
+
+class PackedArguments:
+    """Arguments of one launch as the driver takes them: an array of pointers to values. Owns both."""
+
+    def __init__(self, arguments: Sequence[Argument]) -> None:
+        self._values = [_pack(argument) for argument in arguments]
+        self._pointers = (ctypes.c_void_p * max(1, len(self._values)))(*map(ctypes.addressof, self._values))
+        self.address = ctypes.addressof(self._pointers)
+
+
+def pack_arguments(arguments: Sequence[Argument]) -> PackedArguments:
+    """By the rule of ``program.Argument``. A tensor's address is taken now: its storage must not move."""
+    return PackedArguments(arguments)
+
+
+class Mark:
+    """A point of a stream with a time on the card's clock. Freed when it is collected."""
+
+    def __init__(self, machine: CudaMachine, handle: Any) -> None:
+        self._machine = machine
+        self.handle = handle
+
+    def milliseconds_until(self, later: Mark) -> float:
+        """Waits for ``later``. Raises ``EngineError`` if anything before it failed."""
+        driver = self._machine.context.driver
+        self._machine.context.use()
+        ask(driver.cuEventSynchronize(later.handle), "waiting for the card")
+        return float(ask(driver.cuEventElapsedTime(self.handle, later.handle), "reading the card's clock"))
+
+    def __del__(self) -> None:
+        self._machine.context.driver.cuEventDestroy(self.handle)
+
+
+class CapturedGraph:
+    """Launches as one graph, ready to run. Keeps what they read alive; close it or let it be collected."""
+
+    def __init__(self, machine: CudaMachine, handle: Any, launches: list[Launch]) -> None:
+        self._machine = machine
+        self._handle = handle
+        self._launches = launches
+        self.num_launches = len(launches)
+
+    @property
+    def handle(self) -> int:
+        """The driver's CUgraphExec, for a native conductor."""
+        return int(self._handle)
+
+    def run(self) -> None:
+        """Enqueues the graph on the machine's stream; returns before it is complete."""
+        machine = self._machine
+        machine.context.use()
+        ask(machine.context.driver.cuGraphLaunch(self._handle, machine.stream), "starting a graph")
+
+    def close(self) -> None:
+        """Frees the graph; it must not be running."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            self._machine.context.driver.cuGraphExecDestroy(handle)
+            self._launches = []
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self.close()
+
+
+class CudaMachine:
+    """``program.Machine`` on a card. Owns its stream and the loaded modules; borrows the context.
+
+    ``stream`` is a CUstream as an integer, ``torch_stream`` the same for ``torch.cuda.stream(...)``. Close once.
+    """
+
+    def __init__(self, context: CudaContext, home: Home | None = None) -> None:
+        self.context = context
+        self.device = torch.device("cuda", context.card.index)
+        self.multiprocessors = context.card.multiprocessors
+        self._home = home
+        self._modules: dict[str, Any] = {}
+        self._functions: dict[str, Any] = {}
+        self._granted_shared: dict[str, int] = {}
+        self.load_ms = 0.0
+        context.use()
+        driver = context.driver
+        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self._stream = ask(driver.cuStreamCreate(int(flags)), "making a stream")
+        self.stream = int(self._stream)
+
+    @property
+    def torch_stream(self) -> torch.cuda.Stream:
+        make: Callable[..., torch.cuda.Stream] = torch.cuda.ExternalStream
+        return make(self.stream, device=self.device)
+
+    def load(self, names: Sequence[str]) -> None:
+        """Compiles or reads the kernel files ``names`` and loads them whole. Raises ``EngineError``."""
+        missing = sorted(set(names) - set(self._modules))
+        if not missing:
+            return
+        began = time.perf_counter()
+        card, driver = self.context.card, self.context.driver
+        compiled = compile_kernels(missing, card.architecture, card.cuda, self._home)
+        self.context.use()
+        for name, one in compiled.items():
+            self._modules[name] = ask(driver.cuModuleLoadData(one.image), f"loading {name}.cu")
+        self.load_ms += (time.perf_counter() - began) * 1000
+
+    def function(self, kernel: str) -> Any:
+        """The loaded function of "file.entry". Raises ``EngineError`` where the file has no such kernel."""
+        if kernel not in self._functions:
+            name, _, entry = kernel.partition(".")
+            self.load([name])
+            self.context.use()
+            driver = self.context.driver
+            found = ask(driver.cuModuleGetFunction(self._modules[name], entry.encode()), f"finding {kernel}")
+            ask(driver.cuFuncLoad(found), f"loading {kernel}")  # never at its first launch: see the module's page
+            self._functions[kernel] = found
+        return self._functions[kernel]
+
+    def prepare(self, launches: list[Launch]) -> CapturedGraph:
+        """Loads every kernel and captures the launches, in order, as one graph. Raises ``EngineError``."""
+        self._ready(launches)
+        driver = self.context.driver
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        ask(driver.cuStreamBeginCapture(self._stream, mode), "beginning a graph")
+        try:
+            for launch in launches:
+                self._launch(launch)
+        except BaseException:
+            _, unfinished = driver.cuStreamEndCapture(self._stream)
+            if unfinished is not None and int(unfinished):
+                driver.cuGraphDestroy(unfinished)
+            raise
+        graph = ask(driver.cuStreamEndCapture(self._stream), "ending a graph")
+        try:
+            handle = ask(driver.cuGraphInstantiate(graph, 0), f"making a graph of {len(launches)} launches")
+        finally:
+            driver.cuGraphDestroy(graph)
+        captured = CapturedGraph(self, handle, list(launches))
+        ask(driver.cuGraphUpload(handle, self._stream), "loading a graph")
+        self.synchronize()
+        return captured
+
+    def run_eagerly(self, launches: list[Launch]) -> None:
+        """Enqueues the launches one by one; returns before they are complete."""
+        self._ready(launches)
+        for launch in launches:
+            self._launch(launch)
+
+    def run_timed(self, launches: list[Launch]) -> list[TimedLaunch]:
+        """Runs the launches one by one with an event between, and waits: where a round spends its time."""
+        self._ready(launches)
+        marks = [self.mark()]
+        for launch in launches:
+            self._launch(launch)
+            marks.append(self.mark())
+        return [
+            TimedLaunch(launch.kernel, launch.grid, launch.block, before.milliseconds_until(after) * 1000)
+            for launch, (before, after) in zip(launches, pairwise(marks), strict=True)
+        ]
+
+    def mark(self) -> Mark:
+        """A timed point of the stream, after everything enqueued so far."""
+        self.context.use()
+        driver = self.context.driver
+        handle = ask(driver.cuEventCreate(0), "making an event")
+        mark = Mark(self, handle)
+        ask(driver.cuEventRecord(handle, self._stream), "recording an event")
+        return mark
+
+    def time_ms(self, run: Callable[[], None], repeats: int) -> list[float]:
+        """Milliseconds on the card's clock of each of ``repeats`` calls that enqueue work on the stream."""
+        run()  # the first is not counted: it pays for what is loaded at first use
+        marks = [self.mark()]
+        for _ in range(repeats):
+            run()
+            marks.append(self.mark())
+        return [before.milliseconds_until(after) for before, after in pairwise(marks)]
+
+    def empty_graph_ms(self, num_launches: int) -> float:
+        """Median time of a graph of so many kernels that do nothing: what the launches of a round cost at least."""
+        nothing = Launch("nothing.nothing", (1, 1, 1), 32, 0, ())
+        graph = self.prepare([nothing] * num_launches)
+        try:
+            times = sorted(self.time_ms(graph.run, EMPTY_GRAPH_RUNS))
+        finally:
+            graph.close()
+        return times[len(times) // 2]
+
+    def synchronize(self) -> None:
+        """Waits for everything on the stream. Raises ``EngineError`` if any of it failed."""
+        self.context.use()
+        ask(self.context.driver.cuStreamSynchronize(self._stream), "running on the card")
+
+    def close(self) -> None:
+        """Waits for what runs, then lets stream and modules go; graphs must be closed. May be called twice."""
+        if self._stream is None:
+            return
+        driver, stream = self.context.driver, self._stream
+        self._stream = None
+        self.context.use()
+        driver.cuStreamSynchronize(stream)
+        driver.cuStreamDestroy(stream)
+        for module in self._modules.values():
+            driver.cuModuleUnload(module)
+        self._modules.clear()
+        self._functions.clear()
+
+    def _ready(self, launches: Sequence[Launch]) -> None:
+        """Everything a launch needs that must not happen between launches: loading, and shared memory granted."""
+        self.load(sorted({launch.kernel.partition(".")[0] for launch in launches}))
+        most: dict[str, int] = {}
+        for launch in launches:
+            self.function(launch.kernel)
+            most[launch.kernel] = max(most.get(launch.kernel, 0), launch.shared)
+        self.context.use()
+        for kernel, shared in most.items():
+            if shared > max(PLAIN_SHARED, self._granted_shared.get(kernel, 0)):
+                self._grant_shared(kernel, shared)
+
+    def _grant_shared(self, kernel: str, shared: int) -> None:
+        card, driver = self.context.card, self.context.driver
+        if shared > card.max_shared:
+            raise EngineError(
+                f"{kernel} needs {shared:,} bytes of shared memory a block, {card.name} has {card.max_shared:,}",
+                "use --device cpu",
+            )
+        kind = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        ask(driver.cuFuncSetAttribute(self._functions[kernel], kind, shared), f"asking for shared memory of {kernel}")
+        self._granted_shared[kernel] = shared
+
+    def _launch(self, launch: Launch) -> None:
+        packed = pack_arguments(launch.arguments)
+        answer = self.context.driver.cuLaunchKernel(
+            self._functions[launch.kernel], *launch.grid, launch.block, 1, 1, launch.shared, self._stream,
+            packed.address, 0,
+        )  # fmt: skip
+        ask(answer, f"launching {launch.kernel} with {launch.grid} blocks of {launch.block} threads")
+
+
+def _pack(argument: Argument) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_uint64(argument.data_ptr())
+    if isinstance(argument, Address):
+        return ctypes.c_uint64(argument)
+    if isinstance(argument, float):
+        return ctypes.c_float(argument)
+    if isinstance(argument, int):
+        assert -(2**31) <= argument < 2**32, f"{argument} is no 32-bit argument; an address is an Address"
+        return ctypes.c_uint32(argument & 0xFFFFFFFF)
+    assert isinstance(argument, ctypes.Structure), f"{type(argument).__name__} is no argument of a kernel"
+    return argument
