@@ -118,6 +118,19 @@ class ExpertSource:
                 addresses[layer, expert] = mapped.address + place.offset
         return addresses
 
+    def checksums(self) -> NDArray[np.uint64] | None:
+        """Of every expert, flat; None where reads are not compared or a pack has none."""
+        found = [self._place(*divmod(n, self.num_experts)).checksum for n in range(self.num_layers * self.num_experts)]
+        if not self._verify or any(checksum is None for checksum in found):
+            return None
+        return np.array(found, np.uint64)
+
+    def file_tables(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """(descriptor, offset) of every expert, flat, for native reads; descriptors are valid until ``close``."""
+        places = [self._place(*divmod(n, self.num_experts)) for n in range(self.num_layers * self.num_experts)]
+        descriptors = [self._open(place.path, direct=False) for place in places]
+        return np.array(descriptors, np.int32), np.array([place.offset for place in places], np.int64)
+
     def close(self) -> None:
         for descriptor in self._descriptors.values():
             if descriptor is not None:

@@ -7,14 +7,16 @@ and must not plan, know a model, or decide when a round begins.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from strata.errors import MemoryPlanError, StrataError
+from strata.experts.device_dispatch import DeviceDispatch
 from strata.experts.dispatch import Dispatcher, ExpertKernel
 from strata.experts.injection import FaultInjection
 from strata.experts.lender import SlotLender
@@ -34,6 +36,7 @@ from strata.memory.page_lock import LockedMemory, take_memory
 from strata.memory.planner import ResolvedPlan, format_bytes
 from strata.memory.stager_sizing import StagerSizing, size_stager
 from strata.memory.system import system
+from strata.quant.layout import ExpertLayout
 from strata.words import count_of
 
 __all__ = ["ExpertSystem"]
@@ -85,6 +88,8 @@ class ExpertSystem:
         self._rounds: dict[int, int] = {}  # round number -> the table version it reads
         self._num_rounds = 0
         self._loaded_bytes = 0
+        self._pcie_fraction, self._pcie_balance = pcie_fraction, pcie_balance
+        self._device: DeviceDispatch | None = None
         self.dispatcher = Dispatcher(
             store,
             mover,
@@ -162,6 +167,42 @@ class ExpertSystem:
         _warn_of_little_memory(backend)
         return opened
 
+    def serve_device(
+        self,
+        layout: ExpertLayout,
+        device: torch.device,
+        mail: Mapping[str, int],
+        most_rows: int,
+        most_picks: int,
+        *,
+        gpu_reads: bool,
+    ) -> DeviceDispatch:
+        """Rounds run on a card from now on, and the dispatcher is not used; ``mail`` as ``DeviceDispatch`` says."""
+        reserve = self._file_buffers() if self.store.base_tier is Tier.FILE else (0, 0)
+        self._device = DeviceDispatch(
+            self.store,
+            self._source,
+            layout,
+            device,
+            mail,
+            most_rows,
+            most_picks,
+            buffers=reserve,
+            pcie_fraction=self._pcie_fraction,
+            pcie_balance=self._pcie_balance,
+            gpu_reads=gpu_reads,
+        )
+        self._owned.callback(self._device.close)
+        self._device.refresh()
+        return self._device
+
+    def _file_buffers(self) -> tuple[int, int]:
+        """(address, number) of buffers into which rounds on a card read what is in the file alone."""
+        count = FEWEST_BUFFERS
+        region = system.map_region(count * self.plan.stride)
+        self._owned.callback(region.free)
+        return region.address, count
+
     def begin_round(self) -> int:
         """Marks a round as running; its number, for ``end_round``."""
         self._num_rounds += 1
@@ -194,7 +235,8 @@ class ExpertSystem:
             self._lender.refill()
 
     def statistics(self) -> ExpertStatistics:
-        dispatch, moved = self.dispatcher.counters, self.mover.counters
+        dispatch = self._device.counters if self._device else self.dispatcher.counters
+        moved = self.mover.counters
         ring = self._ring
         by_tier = dispatch.by_tier
         memory = self.store.memory
@@ -259,7 +301,7 @@ class ExpertSystem:
         self.mover.buffers.num_waits = 0
 
     def _adapt(self) -> None:
-        self._heat = decay_counts(self._heat, self.dispatcher.take_picks())
+        self._heat = decay_counts(self._heat, (self._device or self.dispatcher).take_picks())
         room = min(self.plan.request.adapt_swaps, len(self.swaps.spares))
         busy = self.swaps.busy()
         for swap in choose_swaps(self._heat, self.store.in_vram(), room, self.plan.shape.draft_layers):

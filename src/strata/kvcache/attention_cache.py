@@ -25,28 +25,28 @@ class IndexCache:
 
     def __init__(self, max_positions: int, width: int, block: int, device: torch.device) -> None:
         self.block = block
-        self._raw_PD = torch.zeros(max_positions, width, device=device)
-        self._key_BD = torch.zeros(max_positions // block, width, device=device)
+        self.raw_PD = torch.zeros(max_positions, width, device=device)
+        self.key_BD = torch.zeros(max_positions // block, width, device=device)
 
     def append(self, start: int, raw_TD: torch.Tensor) -> tuple[range, torch.Tensor]:
         """Stores raw keys of rows from position ``start``. Returns (first positions of the blocks that these rows
         complete, their raw keys B x J x D as a view). Blocks that hold no new row are finished already."""
         end = start + raw_TD.shape[0]
-        self._raw_PD[start:end] = raw_TD.detach()
+        self.raw_PD[start:end] = raw_TD.detach()
         first, last = start // self.block, end // self.block
-        raw_BJD = self._raw_PD[first * self.block : last * self.block].view(-1, self.block, raw_TD.shape[1])
+        raw_BJD = self.raw_PD[first * self.block : last * self.block].view(-1, self.block, raw_TD.shape[1])
         return range(first * self.block, last * self.block, self.block), raw_BJD
 
     def finish(self, start: int, rows: int, key_BD: torch.Tensor) -> tuple[int, torch.Tensor]:
         """Stores the keys of the blocks that ``append`` of the same rows returned. Returns (how many blocks are
         complete at the last row, their keys as a view)."""
         first, last = start // self.block, (start + rows) // self.block
-        self._key_BD[first:last] = key_BD.detach()
-        return last, self._key_BD[:last]
+        self.key_BD[first:last] = key_BD.detach()
+        return last, self.key_BD[:last]
 
     @property
     def nbytes(self) -> int:
-        return self._raw_PD.nbytes + self._key_BD.nbytes
+        return self.raw_PD.nbytes + self.key_BD.nbytes
 
 
 class AttentionCache:
@@ -62,16 +62,16 @@ class AttentionCache:
         index: IndexCache | None = None,
     ) -> None:
         self.index = index
-        self._k_PGD = torch.zeros(max_positions, heads, width, dtype=_TYPES[kv], device=device)
-        self._v_PGD = torch.zeros_like(self._k_PGD)
+        self.k_PGD = torch.zeros(max_positions, heads, width, dtype=_TYPES[kv], device=device)
+        self.v_PGD = torch.zeros_like(self.k_PGD)
 
     def append(self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores rows from position ``start``; (keys, values) of positions 0 up to the last row, as views."""
         end = start + k_TGD.shape[0]
-        self._k_PGD[start:end] = k_TGD.detach()
-        self._v_PGD[start:end] = v_TGD.detach()
-        return self._k_PGD[:end], self._v_PGD[:end]
+        self.k_PGD[start:end] = k_TGD.detach()
+        self.v_PGD[start:end] = v_TGD.detach()
+        return self.k_PGD[:end], self.v_PGD[:end]
 
     @property
     def nbytes(self) -> int:
-        return self._k_PGD.nbytes + self._v_PGD.nbytes + (0 if self.index is None else self.index.nbytes)
+        return self.k_PGD.nbytes + self.v_PGD.nbytes + (0 if self.index is None else self.index.nbytes)

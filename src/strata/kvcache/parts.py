@@ -5,14 +5,34 @@ Lives in ``kvcache`` beside both. It must not know models or layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from strata.kernels.ops import DeltaRows
 
-__all__ = ["AttentionPart", "DeltaPart", "HistoryPart", "IndexPart", "NgramPart", "StateParts", "TailPart"]
+__all__ = [
+    "AttentionPart",
+    "DeltaPart",
+    "GatherRows",
+    "IndexPart",
+    "NgramPart",
+    "RotaryTable",
+    "StateParts",
+    "TailPart",
+]
+
+GatherRows = Callable[[list[list[int]]], torch.Tensor]
+"""From windows of token ids (a list a sequence, with the ids that precede the rows) to the rows' embeddings, T x D."""
+
+
+class RotaryTable(Protocol):
+    """See ``layers.rope.RopeTable``."""
+
+    def rows(self, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def at(self, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class IndexPart(Protocol):
@@ -54,19 +74,11 @@ class DeltaPart(Protocol):
     def record(self, qkv_TC: torch.Tensor, rows: DeltaRows, *, written: bool) -> None: ...
 
 
-class HistoryPart(Protocol):
-    """See ``TokenHistory``."""
-
-    def windows(self, ids: Sequence[int]) -> list[list[int]]: ...
-
-    def record(self, ids: Sequence[int]) -> None: ...
-
-
 class NgramPart(Protocol):
     """See ``NgramState``."""
 
-    @property
-    def history(self) -> HistoryPart: ...
+    def embedded(self, gather: GatherRows, ids: Sequence[int], width: int) -> torch.Tensor:
+        """``gather`` of the rows' windows, T x width; records the ids."""
 
     @property
     def tail(self) -> TailPart: ...
@@ -88,3 +100,6 @@ class StateParts(Protocol):
     def ngram(self) -> Mapping[int, NgramPart]: ...
 
     def begin(self, rows: int, *, certain: bool = False) -> int: ...
+
+    def rotary(self, table: RotaryTable) -> RotaryTable:
+        """The table that gives the rows' rotary values."""

@@ -98,7 +98,8 @@ class TokenHistory:
     """The last ``length`` token ids of a sequence, padded with ``fill`` before its start."""
 
     def __init__(self, length: int, fill: int) -> None:
-        self.ids: tuple[int, ...] = (fill,) * length
+        self._fill = (fill,) * length
+        self.ids: tuple[int, ...] = self._fill
         self._recorded: tuple[int, ...] = ()
 
     def windows(self, ids: Sequence[int]) -> list[list[int]]:
@@ -111,4 +112,9 @@ class TokenHistory:
     def commit(self, accepted: int) -> None:
         kept = len(self.ids)
         self.ids = (*self.ids, *self._recorded[:accepted])[-kept:]
+        self._recorded = ()
+
+    def clear(self) -> None:
+        """The start of a sequence again."""
+        self.ids = self._fill
         self._recorded = ()

@@ -6,13 +6,14 @@ not know models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from strata.errors import EngineError, RequestError
 from strata.kvcache.attention_cache import AttentionCache
+from strata.kvcache.parts import GatherRows, RotaryTable
 from strata.kvcache.recurrent_state import ConvolutionTail, DeltaState, SavedDelta, TokenHistory
 
 __all__ = ["Checkpoint", "NgramState", "SequenceState"]
@@ -24,6 +25,13 @@ class NgramState:
     def __init__(self, history: TokenHistory, tail: ConvolutionTail) -> None:
         self.history = history
         self.tail = tail
+
+    def embedded(self, gather: GatherRows, ids: Sequence[int], width: int) -> torch.Tensor:
+        """``gather`` of the rows' window; records the ids."""
+        embedded = gather(self.history.windows(ids))
+        assert embedded.shape[-1] == width, "a table's rows are as wide as the projections that read them"
+        self.history.record(ids)
+        return embedded
 
     def commit(self, accepted: int) -> None:
         self.history.commit(accepted)
@@ -85,6 +93,9 @@ class SequenceState:
         self._recorded = rows
         self._written = certain
         return self.length
+
+    def rotary(self, table: RotaryTable) -> RotaryTable:
+        return table
 
     def commit(self, accepted: int) -> None:
         """Accepts the first ``accepted`` rows of the last forward and forgets the others."""

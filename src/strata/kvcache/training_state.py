@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from strata.kernels.ops import DeltaRows
+from strata.kvcache.parts import GatherRows, RotaryTable
 
 __all__ = ["PassingCache", "PassingDelta", "PassingIndex", "PassingNgram", "TrainingState"]
 
@@ -66,25 +67,17 @@ class PassingDelta:
         """Nothing is kept."""
 
 
-class _PassingHistory:
-    def __init__(self, sequences: int, length: int, fill: int) -> None:
-        self._sequences = sequences
-        self._before = [fill] * length
-
-    def windows(self, ids: Sequence[int]) -> list[list[int]]:
-        length = len(ids) // self._sequences
-        return [[*self._before, *ids[i : i + length]] for i in range(0, len(ids), length)]
-
-    def record(self, ids: Sequence[int]) -> None:
-        """Nothing is kept."""
-
-
 class PassingNgram:
     """Token windows that restart with every sequence of the batch."""
 
     def __init__(self, sequences: int, length: int, fill: int) -> None:
-        self.history = _PassingHistory(sequences, length, fill)
+        self._sequences = sequences
+        self._before = [fill] * length
         self.tail = _PassingTail()
+
+    def embedded(self, gather: GatherRows, ids: Sequence[int], width: int) -> torch.Tensor:
+        length = len(ids) // self._sequences
+        return gather([[*self._before, *ids[i : i + length]] for i in range(0, len(ids), length)])
 
 
 class TrainingState:
@@ -107,3 +100,6 @@ class TrainingState:
     def begin(self, rows: int, *, certain: bool = False) -> int:
         assert rows % self.sequences == 0, f"{rows} rows are not {self.sequences} sequences of equal length"
         return 0
+
+    def rotary(self, table: RotaryTable) -> RotaryTable:
+        return table

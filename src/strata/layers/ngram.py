@@ -55,12 +55,14 @@ class NgramEmbedding:
 
     def forward(self, ops: Ops, x_TSH: torch.Tensor, rows: Rows, state: NgramPart) -> torch.Tensor:
         """The streams with the n-gram features added; records the rows' ids and convolution inputs."""
-        windows = state.history.windows(rows.ids)
-        embedded = self.table.gather(np.concatenate([self.hash.rows(window) for window in windows]))
+        embedded = state.embedded(self.gather, rows.ids, self.key.columns)
         key_TSH = ops.linear(embedded, self.key).view(x_TSH.shape)
         gated_TSH, normed_TSH = ops.ngram_gate(key_TSH, ops.linear(embedded, self.value), x_TSH, self.weights)
         normed_TC = normed_TSH.reshape(normed_TSH.shape[0], -1)
         spread_TC = ops.causal_conv(normed_TC, state.tail.rows_UC, self.conv_CW, self.dilation)
-        state.history.record(rows.ids)
         state.tail.record(normed_TC, certain=rows.certain)
         return ops.add(x_TSH, ops.add(gated_TSH, spread_TC.view(x_TSH.shape)))
+
+    def gather(self, windows: list[list[int]]) -> torch.Tensor:
+        """The table's rows of every window's tokens, T x width."""
+        return self.table.gather(np.concatenate([self.hash.rows(window) for window in windows]))

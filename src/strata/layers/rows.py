@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from strata.kvcache.parts import StateParts
-from strata.layers.rope import RopeTable
+from strata.kvcache.parts import RotaryTable, StateParts
 
 __all__ = ["Rows", "take_rows"]
 
@@ -24,14 +23,15 @@ class Rows:
     ids: Sequence[int]
     start: int
     certain: bool
-    rope: RopeTable
+    rope: RotaryTable
     cos_TR: torch.Tensor
     sin_TR: torch.Tensor
 
 
-def take_rows(rope: RopeTable, ids: Sequence[int], state: StateParts, *, certain: bool) -> Rows:
+def take_rows(table: RotaryTable, ids: Sequence[int], state: StateParts, *, certain: bool) -> Rows:
     """Begins a forward of ``ids`` on the state. The rows of every sequence of a training batch start at position 0."""
     start = state.begin(len(ids), certain=certain)
+    rope = state.rotary(table)
     length = len(ids) // state.sequences
     cos_TR, sin_TR = rope.rows(start, length)
     if state.sequences > 1:

@@ -215,10 +215,12 @@ __device__ void down_rows(const Shape& shape, const Task& task, int first, const
 
 // Grid (groups of 16 rows, tasks). Shared memory: segments x 4 x 16 floats. `inner` and `inner_scales` are zero where
 // the intermediate width is padded (the caller clears them once).
+// `num_tasks`, if not null, holds how many of the grid's tasks there are.
 #define STRATA_EXPERT_KERNELS(NAME, FORMAT)                                                                          \
     extern "C" __global__ void NAME##_gate_up(Shape shape, const Task* tasks, const int* rows, const signed char* x, \
                                               const float* x_scales, signed char* inner, float* inner_scales,        \
-                                              unsigned char* flags) {                                                \
+                                              unsigned char* flags, const int* num_tasks) {                          \
+        if (num_tasks != nullptr && static_cast<int>(blockIdx.y) >= *num_tasks) return;                              \
         extern __shared__ float partial[];                                                                           \
         __shared__ float gates[kRows * 16], ups[kRows * 16];                                                         \
         const Task task = tasks[blockIdx.y];                                                                         \
@@ -239,7 +241,8 @@ __device__ void down_rows(const Shape& shape, const Task& task, int first, const
     }                                                                                                                \
     extern "C" __global__ void NAME##_down(Shape shape, const Task* tasks, const int* rows, const int* slots,        \
                                            const signed char* inner, const float* inner_scales, float* out,          \
-                                           unsigned char* flags) {                                                   \
+                                           unsigned char* flags, const int* num_tasks) {                             \
+        if (num_tasks != nullptr && static_cast<int>(blockIdx.y) >= *num_tasks) return;                              \
         extern __shared__ float partial[];                                                                           \
         __shared__ float sums[kRows * 16];                                                                           \
         const Task task = tasks[blockIdx.y];                                                                         \

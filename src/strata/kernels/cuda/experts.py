@@ -16,7 +16,7 @@ from typing import Any
 from strata.errors import EngineError
 from strata.quant.layout import ExpertLayout
 
-__all__ = ["CudaExpertKernel", "ExpertScratch"]
+__all__ = ["CudaExpertKernel", "ExpertScratch", "Shape", "block_of", "shape_of"]
 
 _SOURCE = Path(__file__).with_name("expert.cu")
 _HEADER = Path(__file__).resolve().parents[2] / "quant" / "exact.h"
@@ -24,7 +24,9 @@ _ROWS_AT_ONCE = 4
 _MOST_WARPS = 24  # 768 threads a block: two blocks fit a multiprocessor
 
 
-class _Shape(ctypes.Structure):
+class Shape(ctypes.Structure):
+    """``Shape`` of expert.cu: widths, and superblocks of a row of gate and up, and of down."""
+
     _fields_ = [(name, ctypes.c_int) for name in ("hidden", "intermediate", "wide", "narrow")]
 
 
@@ -89,7 +91,7 @@ class CudaExpertKernel:
                 ("combine", "combine_parts"),
             )
         }
-        self._shape = _Shape(layout.hidden, layout.intermediate, -(-layout.hidden // 64), -(-layout.intermediate // 64))
+        self._shape = shape_of(layout)
 
     def scratch(self, rows: int, picks: int) -> ExpertScratch:
         """Bytes of the four scratch buffers of a call."""
@@ -112,12 +114,12 @@ class CudaExpertKernel:
         ``inner_scales`` pick scratch, ``out`` FP32 rows of H, ``flags`` bytes a row. Ordered on the stream.
         """
         shape, blobs = self._shape, ((self.layout.intermediate + 15) // 16, (self.layout.hidden + 15) // 16)
-        threads, shared = _block(shape.wide)
-        values = (shape, tasks, rows, codes, scales, inner, inner_scales, flags)
-        self._launch("gate_up", (blobs[0], num_tasks), threads, shared, (values, (None, *_types("ppppppp"))), stream)
-        threads, shared = _block(shape.narrow)
-        down = (shape, tasks, rows, slots, inner, inner_scales, out, flags)
-        self._launch("down", (blobs[1], num_tasks), threads, shared, (down, (None, *_types("ppppppp"))), stream)
+        threads, shared = block_of(shape.wide)
+        values = (shape, tasks, rows, codes, scales, inner, inner_scales, flags, 0)
+        self._launch("gate_up", (blobs[0], num_tasks), threads, shared, (values, (None, *_types("pppppppp"))), stream)
+        threads, shared = block_of(shape.narrow)
+        down = (shape, tasks, rows, slots, inner, inner_scales, out, flags, 0)
+        self._launch("down", (blobs[1], num_tasks), threads, shared, (down, (None, *_types("pppppppp"))), stream)
 
     def combine(self, parts: int, weights: int, rows: int, k: int, y: int, flags: int, stream: int = 0) -> None:
         """y[row] = sum over k in order of weights[row, k] * parts[row, k]."""
@@ -137,7 +139,11 @@ def _types(letters: str) -> tuple[Any, ...]:
     return tuple(ctypes.c_void_p if letter == "p" else ctypes.c_int for letter in letters if letter != " ")
 
 
-def _block(superblocks: int) -> tuple[int, int]:
+def shape_of(layout: ExpertLayout) -> Shape:
+    return Shape(layout.hidden, layout.intermediate, -(-layout.hidden // 64), -(-layout.intermediate // 64))
+
+
+def block_of(superblocks: int) -> tuple[int, int]:
     """Threads of a block and bytes of its shared memory: a warp a segment, two warps at least."""
     segments = (superblocks + 1) // 2
     return 32 * max(2, min(segments, _MOST_WARPS)), segments * _ROWS_AT_ONCE * 16 * 4

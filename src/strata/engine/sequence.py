@@ -1,0 +1,62 @@
+"""One sequence of tokens as a session acts on it: the same five calls whether the CPU computes or a card does.
+
+Lives in ``engine`` below ``session``. It must not know a family, a tier or a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from strata.engine.cancellation import CancellableExperts, Cancellation
+
+if TYPE_CHECKING:
+    import torch
+
+    from strata.kernels.ops import ExpertExecutor, Ops
+    from strata.kvcache.sequence_state import SequenceState
+    from strata.models.family import LogitRows, Model
+
+__all__ = ["HostSequence", "TokenSequence"]
+
+
+class TokenSequence(Protocol):
+    """Holds the state of one conversation. One thread uses it."""
+
+    @property
+    def alive(self) -> bool:
+        """False once another sequence has taken the memory that this one's state was in."""
+
+    def forward(
+        self, ids: Sequence[int], logits: LogitRows, cancellation: Cancellation | None, *, certain: bool
+    ) -> torch.Tensor | None:
+        """FP32 logits of all rows, of the last, or None. Rows are recorded; see ``commit``. ``certain``: all of them
+        will be committed."""
+
+    def commit(self, num_rows: int) -> None:
+        """Accepts the first ``num_rows`` recorded rows and forgets the others."""
+
+    def reset(self) -> None:
+        """Forgets everything."""
+
+
+class HostSequence:
+    """On the CPU: the model's own forward over a ``SequenceState``."""
+
+    alive = True
+
+    def __init__(self, model: Model, ops: Ops, experts: ExpertExecutor, new_state: Callable[[], SequenceState]) -> None:
+        self._model, self._ops, self._experts, self._new_state = model, ops, experts, new_state
+        self._state = new_state()
+
+    def forward(
+        self, ids: Sequence[int], logits: LogitRows, cancellation: Cancellation | None, *, certain: bool
+    ) -> torch.Tensor | None:
+        experts = CancellableExperts(self._experts, cancellation) if cancellation else self._experts
+        return self._model.forward(self._ops, list(ids), self._state, experts, logits, certain=certain)
+
+    def commit(self, num_rows: int) -> None:
+        self._state.commit(num_rows)
+
+    def reset(self) -> None:
+        self._state = self._new_state()

@@ -1,0 +1,102 @@
+"""The tiers as a GPU's decode rounds see them: tables of addresses on the device, and the conductor for the CPU's part.
+
+Lives in ``experts`` because it is where residency meets a round on a card; ``dispatch.py`` is the same for the CPU.
+An expert with a valid slot is the GPU's; one whose copy is page-locked may be read by the GPU over the link, as the
+share says; all others are the CPU's. Tables change between rounds alone, when the store's version has risen. It must
+not know a model, and decides nothing about who is where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from strata.experts.dispatch import DispatchCounters
+from strata.experts.source import ExpertSource
+from strata.experts.store import ExpertStore
+from strata.experts.tiers import Tier
+from strata.kernels.cpu.conductor import Conductor, FileTables, RamTables
+from strata.kernels.cuda.expert_step import ExpertTables
+from strata.kernels.cuda.mailbox import Box
+from strata.quant.layout import ExpertLayout
+
+__all__ = ["DeviceDispatch"]
+
+
+class DeviceDispatch:
+    """Owns the conductor and the device's tables until ``close``. One thread calls everything else."""
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        source: ExpertSource,
+        layout: ExpertLayout,
+        device: torch.device,
+        mail: Mapping[str, int],
+        most_rows: int,
+        most_picks: int,
+        *,
+        buffers: tuple[int, int] = (0, 0),
+        pcie_fraction: float = 0.0,
+        pcie_balance: bool = True,
+        gpu_reads: bool = True,
+    ) -> None:
+        """``mail``: host addresses of the mailbox's parts. ``buffers``: address and number of staging buffers for
+        experts that are in the file alone. ``gpu_reads`` False: the GPU has no kernel for these blobs."""
+        self._store = store
+        self._gpu_reads = gpu_reads
+        self._version = -1
+        self.tables = ExpertTables.on(device, torch.from_numpy(source.scales), pcie_fraction, balance=pcie_balance)
+        in_file = store.base_tier is Tier.FILE
+        checksums = source.checksums() if store.base_tier is Tier.MAPPED or in_file else None
+        # Bytes in RAM were compared when they were read; a mapped file's are compared at their first use.
+        self._checked = np.ones(len(store.host_tier), np.uint8)
+        if checksums is not None and store.base_tier is Tier.MAPPED:
+            self._checked[store.host_tier == Tier.MAPPED] = 0
+        ram = RamTables(store.host_address, store.host_tier, source.scales, self._checked, checksums)
+        file = None
+        if in_file and buffers[1]:
+            file = FileTables(*source.file_tables(), *buffers, store.slots.stride)
+        self.reads_files = file is not None
+        self._conductor = Conductor(layout, mail, most_rows, most_picks, ram, file)
+        self._box = Box.from_address(mail["box"])
+
+    @property
+    def conductor(self) -> Conductor:
+        return self._conductor
+
+    def refresh(self) -> None:
+        """Brings the device's tables up to date, between rounds, if the store has changed."""
+        store = self._store
+        if store.version == self._version:
+            return
+        self._version = store.version
+        if not self._gpu_reads:
+            return
+        found = store.find(np.arange(len(store.host_tier), dtype=np.int64))
+        where = np.where(found.tier == Tier.VRAM, found.address, np.uint64(0)).view(np.int64)
+        shape = self.tables.where.shape
+        self.tables.where.copy_(torch.from_numpy(where.reshape(shape)))
+        self.tables.alias.copy_(torch.from_numpy(store.alias.view(np.int64).reshape(shape)))
+
+    def take_picks(self) -> NDArray[np.int64]:
+        """[layers, experts] rows that picked each expert since the last take."""
+        counts: NDArray[np.int64] = self.tables.counts.cpu().numpy().astype(np.int64)
+        self.tables.counts.zero_()
+        return counts
+
+    @property
+    def counters(self) -> DispatchCounters:
+        """Experts computed since the start, by the tier that they were read from; ``num_calls``: layers of rounds in
+        which the CPU had a part."""
+        found = self._conductor.counters()
+        by_tier = [int(n) for n in found.by_kind[: len(Tier)]]
+        by_tier[Tier.VRAM] += int(self._box.hits)
+        by_tier[Tier.PINNED] += int(self._box.aliases)
+        return DispatchCounters(by_tier, found.exchanges, int(self._box.aliases))
+
+    def close(self) -> None:
+        self._conductor.close()

@@ -1,0 +1,169 @@
+"""Records a layer's routed experts in a round: split, exchange with the CPU, the GPU's own experts, the sum.
+
+Lives beside ``round.cu`` and ``expert.cu``, whose launches it appends. Where an expert is read from is in tables of
+device memory that the caller fills; the mailbox is the caller's too. It must not know tiers or models.
+
+Legend: T rows, K picks of a row, P = T * K, L layers, E experts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from strata.kernels.cuda.experts import block_of, shape_of
+from strata.kernels.cuda.mailbox import Mailbox
+from strata.kernels.cuda.program import MAX_WINDOW, Program
+from strata.quant.layout import ExpertLayout
+
+__all__ = ["ExpertStep", "ExpertTables", "RoundMemory"]
+
+_POST_THREADS = 256
+_COMBINE_THREADS = 256
+_TASK_BYTES = 32
+STATE_WORDS = 12  # RoundState of round.cu
+
+
+class _PostShape(ctypes.Structure):
+    _fields_ = (
+        *((n, ctypes.c_int) for n in ("hidden", "padded", "rows", "top_k", "layer", "exchange", "num_experts")),
+        ("balance", ctypes.c_int),
+        ("fraction", ctypes.c_float),
+    )
+
+
+class _PostTables(ctypes.Structure):
+    _fields_ = tuple((n, ctypes.c_uint64) for n in ("where", "alias", "scales", "counts"))
+
+
+class _PostList(ctypes.Structure):
+    _fields_ = tuple((n, ctypes.c_uint64) for n in ("tasks", "rows", "slots", "num_tasks", "by_cpu"))
+
+
+class _PostMail(ctypes.Structure):
+    _fields_ = tuple((n, ctypes.c_uint64) for n in ("box", "x", "tasks", "rows", "slots"))
+
+
+class _CombineShape(ctypes.Structure):
+    _fields_ = tuple((n, ctypes.c_int) for n in ("hidden", "top_k", "layer", "exchange"))
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertTables:
+    """In device memory, of all experts: ``where`` int64 [L, E], an address in device memory or 0; ``alias`` int64
+    [L, E], the device's address of a page-locked copy or 0; ``scales`` FP32 [L, E, 3]; ``counts`` int32 [L, E], to
+    which every pick is added. ``fraction`` of the misses are read over the link, of all of them if ``balance``, else
+    of those with an alias (``experts.policy.split_pinned``)."""
+
+    where: torch.Tensor
+    alias: torch.Tensor
+    scales: torch.Tensor
+    counts: torch.Tensor
+    fraction: float = 0.0
+    balance: bool = True
+
+    @classmethod
+    def on(cls, device: torch.device, scales: torch.Tensor, fraction: float, *, balance: bool) -> ExpertTables:
+        """Tables in which nothing is on the device. ``scales`` FP32 [L, E, 3]."""
+        shape = scales.shape[:2]
+
+        def zeros(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        scales = scales.contiguous().to(device)
+        return cls(zeros(torch.int64), zeros(torch.int64), scales, zeros(torch.int32), fraction, balance)
+
+
+@dataclass(frozen=True, eq=False)
+class RoundMemory:
+    """What rounds share in device memory: ``state`` (RoundState of round.cu) and a non-finite flag a row."""
+
+    state: torch.Tensor
+    flags: torch.Tensor
+
+    @classmethod
+    def on(cls, device: torch.device) -> RoundMemory:
+        return cls(
+            torch.zeros(STATE_WORDS, dtype=torch.int32, device=device),
+            torch.zeros(MAX_WINDOW, dtype=torch.uint8, device=device),
+        )
+
+
+class ExpertStep:
+    """An ``ExpertExecutor`` that records. One of these belongs to one program of T rows; layers share its scratch."""
+
+    def __init__(
+        self, program: Program, layout: ExpertLayout, tables: ExpertTables, memory: RoundMemory, mailbox: Mailbox,
+        rows: int, top_k: int,
+    ) -> None:  # fmt: skip
+        self._program, self._layout, self._tables = program, layout, tables
+        self._memory, self._mailbox = memory, mailbox
+        self._rows, self._top_k = rows, top_k
+        self._shape = shape_of(layout)
+        self._num_experts = int(tables.where.shape[1])
+        self.exchanges = 0
+        picks, wide, narrow = rows * top_k, self._shape.wide, self._shape.narrow
+        self._codes = program.empty(rows, wide * 64, dtype=torch.int8)
+        self._scales = program.empty(rows, wide * 4)
+        self._inner = program.zeros(picks, narrow * 64, dtype=torch.int8)
+        self._inner_scales = program.zeros(picks, narrow * 4)
+        self._parts = program.empty(picks, layout.hidden)
+        self._tasks = program.empty(picks, _TASK_BYTES, dtype=torch.uint8)
+        self._pick_rows = program.empty(picks, dtype=torch.int32)
+        self._pick_slots = program.empty(picks, dtype=torch.int32)
+        self._num_tasks = program.zeros(4, dtype=torch.int32)
+        self._by_cpu = program.zeros(picks, dtype=torch.uint8)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the GPU has a kernel for this format; if not, all experts are the CPU's."""
+        return self._layout.format in ("nvfp4", "q8_0")
+
+    def __call__(self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Appends four launches (two where the CPU has all experts); y_TH."""
+        program, layout, memory, mail = self._program, self._layout, self._memory, self._mailbox
+        assert tuple(ids_TK.shape) == (self._rows, self._top_k), "a program is of one window"
+        exchange = self.exchanges
+        self.exchanges += 1
+        tables = self._tables
+        program.launch(
+            "round.post", (self._rows + 1,), _POST_THREADS,
+            _PostShape(
+                layout.hidden, self._shape.wide * 64, self._rows, self._top_k, layer, exchange, self._num_experts,
+                int(tables.balance), tables.fraction,
+            ),
+            _PostTables(*(t.data_ptr() for t in (tables.where, tables.alias, tables.scales, tables.counts))),
+            _PostList(
+                *(t.data_ptr() for t in (self._tasks, self._pick_rows, self._pick_slots, self._num_tasks, self._by_cpu))
+            ),
+            _PostMail(*(mail.device(name) for name in ("box", "x", "tasks", "rows", "slots"))),
+            memory.state, x_TH, ids_TK, self._codes, self._scales, memory.flags,
+        )  # fmt: skip
+        if self.on_gpu:
+            self._compute()
+        y_TH = program.empty(self._rows, layout.hidden)
+        program.launch(
+            "round.combine", (self._rows, -(-layout.hidden // _COMBINE_THREADS)), _COMBINE_THREADS,
+            _CombineShape(layout.hidden, self._top_k, layer, exchange),
+            mail.device("box"), memory.state, self._by_cpu, self._parts, mail.device("out"), mail.device("flags"),
+            weights_TK, y_TH, memory.flags,
+        )  # fmt: skip
+        return y_TH
+
+    def _compute(self) -> None:
+        layout, shape, flags = self._layout, self._shape, self._memory.flags
+        picks = self._rows * self._top_k
+        threads, shared = block_of(shape.wide)
+        self._program.launch(
+            f"expert.{layout.format}_gate_up", (-(-layout.intermediate // 16), picks), threads,
+            shape, self._tasks, self._pick_rows, self._codes, self._scales, self._inner, self._inner_scales, flags,
+            self._num_tasks, shared=shared,
+        )  # fmt: skip
+        threads, shared = block_of(shape.narrow)
+        self._program.launch(
+            f"expert.{layout.format}_down", (-(-layout.hidden // 16), picks), threads,
+            shape, self._tasks, self._pick_rows, self._pick_slots, self._inner, self._inner_scales, self._parts, flags,
+            self._num_tasks, shared=shared,
+        )  # fmt: skip

@@ -1,0 +1,329 @@
+"""A sequence's state for rounds that are recorded once and run at any position (``kernels.cuda.program``).
+
+Lives in ``kvcache`` because it has the parts of a ``SequenceState`` with their meaning, only that a part appends
+launches where a ``SequenceState`` computes: the position and the number of accepted rows are read from device memory.
+Rows of a window are recorded; the next round folds the accepted ones, so a round that was given up can be repeated:
+whatever becomes of it, its fold has happened, and nothing else was committed. It must not know models.
+
+Legend: T rows, W rows of the widest window, U tail rows, C channels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from strata.errors import RequestError
+from strata.kernels.cuda.program import MAX_WINDOW, Program, RoundInputs
+from strata.kernels.cuda.rotary import RecordedRotary
+from strata.kernels.ops import DeltaRows
+from strata.kvcache.attention_cache import AttentionCache, IndexCache
+from strata.kvcache.parts import GatherRows, RotaryTable
+from strata.kvcache.recurrent_state import ConvolutionTail, DeltaState
+from strata.kvcache.sequence_state import SequenceState
+
+__all__ = ["DeviceState", "RecordedState"]
+
+_COPY_THREADS = 256
+_COPY_BLOCKS = 16
+
+
+TakePinned = Callable[[int], tuple[int, int]]
+"""From bytes to (host address, device address) of page-locked memory."""
+
+
+class _Copy(ctypes.Structure):
+    _fields_ = (
+        ("source", ctypes.c_uint64),
+        ("target", ctypes.c_uint64),
+        ("count", ctypes.c_int),
+        ("unused", ctypes.c_int),
+    )
+
+
+class _Copies(ctypes.Structure):
+    _fields_ = (("each", _Copy * 6),)
+
+
+def _record_copies(program: Program, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """One launch that copies each FP32 tensor to the front of its target."""
+    copies = _Copies()
+    for copy, (source, target) in zip(copies.each, pairs, strict=False):
+        assert source.is_contiguous(), "copies are of whole arrays"
+        assert source.numel() <= target.numel(), "a target has room for the widest window"
+        copy.source, copy.target, copy.count = source.data_ptr(), target.data_ptr(), source.numel()
+        program.kept += [source, target]
+    program.launch("state.copy_arrays", (_COPY_BLOCKS, len(pairs)), _COPY_THREADS, copies)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tail:
+    """A convolution's tail and the rows recorded since, W x C."""
+
+    rows_UC: torch.Tensor
+    recorded_WC: torch.Tensor
+
+    @classmethod
+    def of(cls, tail: ConvolutionTail) -> _Tail:
+        rows_UC = tail.rows_UC
+        return cls(rows_UC, torch.zeros(MAX_WINDOW, rows_UC.shape[1], device=rows_UC.device))
+
+
+@dataclass(frozen=True, eq=False)
+class _Delta:
+    """A delta net's matrix, its tail, and W rows of which the accepted ones are to be folded."""
+
+    state_NDV: torch.Tensor
+    tail: _Tail
+    pending: DeltaRows
+
+    @classmethod
+    def of(cls, state: DeltaState) -> _Delta:
+        tail, state_NDV = _Tail.of(state.tail), state.state_NDV
+        heads, key_width, value_width = state_NDV.shape
+        key_heads = (tail.rows_UC.shape[1] - heads * value_width) // (2 * key_width)
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(MAX_WINDOW, *shape, device=state_NDV.device)
+
+        pending = DeltaRows(zeros(key_heads, key_width), zeros(heads, value_width), zeros(heads), zeros(heads))
+        return cls(state_NDV, tail, pending)
+
+
+class _NgramRows:
+    """What the n-gram table says of a round's tokens: written by the host, copied when the block begins."""
+
+    def __init__(self, gather: GatherRows, width: int, device: torch.device, take_pinned: TakePinned) -> None:
+        self.gather = gather
+        address, self._alias = take_pinned(MAX_WINDOW * width * 4)
+        raw = (ctypes.c_float * (MAX_WINDOW * width)).from_address(address)
+        self._host_WD = torch.frombuffer(raw, dtype=torch.float32).view(MAX_WINDOW, width)
+        self.device_WD = torch.zeros(MAX_WINDOW, width, device=device)
+
+    def write(self, rows_TD: torch.Tensor) -> None:
+        self._host_WD[: rows_TD.shape[0]] = rows_TD
+
+    def record(self, program: Program, rows: int) -> torch.Tensor:
+        copies, width = _Copies(), self.device_WD.shape[1]
+        copy = copies.each[0]
+        copy.source, copy.target, copy.count = self._alias, self.device_WD.data_ptr(), rows * width
+        program.kept.append(self.device_WD)
+        program.launch("state.copy_arrays", (_COPY_BLOCKS, 1), _COPY_THREADS, copies)
+        return self.device_WD[:rows]
+
+
+class DeviceState:
+    """Owns a ``SequenceState``'s tensors on the device for one sequence at a time; ``record`` gives a program its view.
+
+    ``length`` counts committed positions, ``accepted`` the rows of the last round that the next one folds.
+    """
+
+    def __init__(self, state: SequenceState, inputs: RoundInputs, take_pinned: TakePinned) -> None:
+        self.max_positions = state.max_positions
+        self.length = 0
+        self.accepted = 0
+        self._state = state
+        self._inputs = inputs
+        self._take_pinned = take_pinned
+        self._recorded = 0
+        self._deltas = {layer: _Delta.of(delta) for layer, delta in state.delta.items()}
+        self._ngram_tails = {layer: _Tail.of(ngram.tail) for layer, ngram in state.ngram.items()}
+        self._ngram_rows: dict[int, _NgramRows] = {}
+        self._rotary: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        tails = [*self._ngram_tails.values(), *(delta.tail for delta in self._deltas.values())]
+        self._tails = tails
+        rows = [
+            [t.rows_UC.data_ptr(), t.recorded_WC.data_ptr(), t.rows_UC.shape[0] | t.rows_UC.shape[1] << 32]
+            for t in tails
+        ]
+        self._tail_table = torch.tensor(rows, dtype=torch.int64, device=inputs.ids.device) if rows else None
+
+    def record(self, program: Program, rows: int) -> RecordedState:
+        """The state as a forward of ``rows`` rows sees it. Appends the fold of the convolutions' tails."""
+        if self._tail_table is not None:
+            widest = max(tail.rows_UC.shape[1] for tail in self._tails)
+            program.launch(
+                "state.commit_tails", (-(-widest // _COPY_THREADS), len(self._tails)), _COPY_THREADS,
+                self._tail_table, self._inputs.accepted,
+            )  # fmt: skip
+        state = self._state
+        return RecordedState(
+            {layer: _RecordedCache(program, self._inputs, cache) for layer, cache in state.attention.items()},
+            {layer: _RecordedDelta(program, delta) for layer, delta in self._deltas.items()},
+            {
+                layer: _RecordedNgram(program, tail, partial(self._rows_of, layer))
+                for layer, tail in self._ngram_tails.items()
+            },
+            partial(self._whole_rotary, program),
+        )
+
+    def check_room(self, rows: int) -> None:
+        """Raises ``RequestError`` when the rows do not fit."""
+        if rows < 1 or self.length + rows > self.max_positions:
+            raise RequestError(
+                f"{rows} rows at position {self.length} do not fit a context of {self.max_positions} positions",
+                "shorten the prompt or raise --max-context",
+            )
+
+    def begin(self, ids: Sequence[int]) -> None:
+        """Starts a round of ``ids``: what the n-gram tables say of them is put where the device reads it."""
+        self.check_room(len(ids))
+        self._recorded = len(ids)
+        for layer, rows in self._ngram_rows.items():
+            history = self._state.ngram[layer].history
+            rows.write(rows.gather(history.windows(ids)))
+            history.record(ids)
+
+    def folded(self) -> None:
+        """The round has run to its end, for good or not: what was accepted before is part of the state now."""
+        self.accepted = 0
+
+    def commit(self, accepted: int) -> None:
+        """Accepts the first rows of the last round and forgets the others."""
+        assert 0 <= accepted <= self._recorded, (accepted, self._recorded)
+        for ngram in self._state.ngram.values():
+            ngram.history.commit(accepted)
+        self.length += accepted
+        self.accepted = accepted
+        self._recorded = 0
+
+    def reset(self) -> None:
+        """An empty sequence. Keys and values of before lie behind its length and are never read."""
+        self.length = self.accepted = self._recorded = 0
+        for delta in self._deltas.values():
+            delta.state_NDV.zero_()
+        for tail in self._tails:
+            tail.rows_UC.zero_()
+        for ngram in self._state.ngram.values():
+            ngram.history.clear()
+
+    @property
+    def nbytes(self) -> int:
+        pending = [t for delta in self._deltas.values() for t in vars(delta.pending).values()]
+        others = [
+            *(tail.recorded_WC for tail in self._tails),
+            *pending,
+            *(rows.device_WD for rows in self._ngram_rows.values()),
+        ]
+        others += [t for pair in self._rotary.values() for t in pair]
+        return int(self._state.nbytes + sum(t.nbytes for t in others))
+
+    def _rows_of(self, layer: int, gather: GatherRows, width: int) -> _NgramRows:
+        if layer not in self._ngram_rows:
+            self._ngram_rows[layer] = _NgramRows(gather, width, self._inputs.ids.device, self._take_pinned)
+        return self._ngram_rows[layer]
+
+    def _whole_rotary(self, program: Program, table: RotaryTable) -> RotaryTable:
+        if id(table) not in self._rotary:
+            cos_PR, sin_PR = table.rows(0, self.max_positions)
+            self._rotary[id(table)] = (cos_PR.contiguous(), sin_PR.contiguous())
+        return RecordedRotary(program, self._inputs, *self._rotary[id(table)])
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedState:
+    """``StateParts`` of one program. A forward starts at position 0 for the host: nobody looks at it."""
+
+    attention: Mapping[int, _RecordedCache]
+    delta: Mapping[int, _RecordedDelta]
+    ngram: Mapping[int, _RecordedNgram]
+    rotary_of: Callable[[RotaryTable], RotaryTable]
+    sequences: int = 1
+
+    def begin(self, rows: int, *, certain: bool = False) -> int:
+        assert not certain, "a recorded round is a window"
+        return 0
+
+    def rotary(self, table: RotaryTable) -> RotaryTable:
+        return self.rotary_of(table)
+
+
+class _RecordedIndex:
+    """See ``IndexCache``: keys come raw, and the blocks that these rows may complete are looked at every time."""
+
+    def __init__(self, program: Program, inputs: RoundInputs, index: IndexCache) -> None:
+        self.block = index.block
+        self._program, self._inputs, self._index = program, inputs, index
+
+    def append(self, start: int, raw_TD: torch.Tensor) -> tuple[range, torch.Tensor]:
+        rows, width = raw_TD.shape
+        candidates = (rows + self.block - 1) // self.block
+        raw_BJD = self._program.empty(candidates, self.block, width)
+        self._program.launch(
+            "state.append_index", (rows + candidates,), 128,
+            raw_TD, self._index.raw_PD, raw_BJD, rows, width, self.block, self._inputs.position,
+        )  # fmt: skip
+        return range(0, candidates * self.block, self.block), raw_BJD
+
+    def finish(self, start: int, rows: int, key_BD: torch.Tensor) -> tuple[int, torch.Tensor]:
+        candidates, width = key_BD.shape
+        whole_BD = self._index.key_BD
+        self._program.launch(
+            "state.finish_index", (candidates,), 128, key_BD, whole_BD, rows, width, self.block, self._inputs.position
+        )
+        return whole_BD.shape[0], whole_BD
+
+
+class _RecordedCache:
+    """See ``AttentionCache``; what ``append`` returns is the whole cache."""
+
+    def __init__(self, program: Program, inputs: RoundInputs, cache: AttentionCache) -> None:
+        self.index = None if cache.index is None else _RecordedIndex(program, inputs, cache.index)
+        self._program, self._inputs, self._cache = program, inputs, cache
+
+    def append(self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._cache.k_PGD, self._cache.v_PGD
+        self._program.launch(
+            "state.append_rows", (k_TGD.shape[0], 2), 256, k_TGD, v_TGD, keys, values, k_TGD[0].numel(),
+            int(keys.dtype == torch.bfloat16), self._inputs.position,
+        )  # fmt: skip
+        return keys, values
+
+
+class _RecordedTail:
+    """See ``ConvolutionTail``; the tail was folded at the start of the round."""
+
+    def __init__(self, program: Program, tail: _Tail) -> None:
+        self.rows_UC = tail.rows_UC
+        self._program, self._tail = program, tail
+
+    def record(self, x_TC: torch.Tensor, *, certain: bool) -> None:
+        _record_copies(self._program, [(x_TC, self._tail.recorded_WC)])
+
+
+class _RecordedDelta:
+    """See ``DeltaState``. ``pending`` has W rows; how many count is read from device memory."""
+
+    def __init__(self, program: Program, delta: _Delta) -> None:
+        self.state_NDV = delta.state_NDV
+        self.pending: DeltaRows | None = delta.pending
+        self.tail = _RecordedTail(program, delta.tail)
+        self._program, self._delta = program, delta
+
+    def record(self, qkv_TC: torch.Tensor, rows: DeltaRows, *, written: bool) -> None:
+        pending = self._delta.pending
+        _record_copies(
+            self._program,
+            [
+                (qkv_TC, self._delta.tail.recorded_WC),
+                (rows.k_TGD, pending.k_TGD),
+                (rows.v_TNV, pending.v_TNV),
+                (rows.beta_TN, pending.beta_TN),
+                (rows.g_TN, pending.g_TN),
+            ],
+        )
+
+
+class _RecordedNgram:
+    """See ``NgramState``; the rows are gathered by the host before the round."""
+
+    def __init__(self, program: Program, tail: _Tail, rows_of: Callable[[GatherRows, int], _NgramRows]) -> None:
+        self.tail = _RecordedTail(program, tail)
+        self._program, self._rows_of = program, rows_of
+
+    def embedded(self, gather: GatherRows, ids: Sequence[int], width: int) -> torch.Tensor:
+        return self._rows_of(gather, width).record(self._program, len(ids))
