@@ -32,8 +32,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-FOLDER = Path(__file__).resolve().parent
-INCLUDE_FOLDERS = (FOLDER, FOLDER.parents[1] / "quant")
+FOLDERS = (Path(__file__).resolve().parent, Path(__file__).resolve().parents[2] / "quant")  # sources in the first
 ARCHITECTURES = (75, 86, 89, 90, 120)  # those that the tests compile for
 OPTIONS = ("--std=c++17", "--fmad=false")
 MAGIC = b"strata cubin 1\n"
@@ -50,9 +49,9 @@ class KernelSource:
     headers: dict[str, bytes]
 
     @classmethod
-    def read(cls, name: str, folders: tuple[Path, ...] = INCLUDE_FOLDERS) -> KernelSource:
-        """``name`` is 'rows' for rows.cu of the first folder. Raises ``EngineError`` for a file that is not there."""
-        path = folders[0] / f"{name}.cu"
+    def read(cls, name: str) -> KernelSource:
+        """``name`` is 'rows' for rows.cu. Raises ``EngineError`` for a file that is not there."""
+        path = FOLDERS[0] / f"{name}.cu"
         try:
             text = path.read_bytes()
         except OSError as error:
@@ -62,7 +61,7 @@ class KernelSource:
         while waiting:
             header = waiting.pop()
             if header not in headers:
-                found = next((folder / header for folder in folders if (folder / header).is_file()), None)
+                found = next((folder / header for folder in FOLDERS if (folder / header).is_file()), None)
                 if found is None:
                     raise EngineError(f"{path.name} includes {header}, which is not there", "install again")
                 headers[header] = found.read_bytes()
@@ -92,7 +91,7 @@ class Compiled:
 
 def list_kernels() -> list[str]:
     """Names of all kernel files."""
-    return sorted(path.stem for path in FOLDER.glob("*.cu"))
+    return sorted(path.stem for path in FOLDERS[0].glob("*.cu"))
 
 
 def compile_kernels(

@@ -69,7 +69,7 @@ def start() -> tuple[Any, tuple[int, int]]:
         number = ask(driver.cuDriverGetVersion(), "asking the driver's version")
     except RuntimeError as error:  # the bindings' own, where the driver's library cannot be loaded
         raise ConfigError(
-            f"no NVIDIA driver is installed: {error}", f"install driver {LEAST_DRIVER} or newer"
+            f"no NVIDIA driver is installed: {error}", f"install driver {LEAST_DRIVER} or newer, or {USE_CPU}"
         ) from None
     version = (number // 1000, number % 1000 // 10)
     if number < LEAST_CUDA:
