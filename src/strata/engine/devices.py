@@ -7,7 +7,7 @@ can be used. It plans nothing and takes no memory before ``open_device``.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from strata.config import Requested
 from strata.errors import ConfigError
@@ -16,12 +16,25 @@ from strata.memory.probe import Machine
 from strata.memory.requests import DeviceRoom
 
 if TYPE_CHECKING:
+    from strata.kernels.backend import Backend
     from strata.kernels.cuda.cuda_device import CudaDevice
     from strata.kernels.cuda.driver import Card
+    from strata.kernels.cuda.program import Machine as LaunchMachine
 
-__all__ = ["card_index", "card_room", "choose_card", "open_device"]
+__all__ = ["RoundDevice", "card_index", "card_room", "choose_card", "open_device"]
 
 logger = logging.getLogger(__name__)
+
+
+class RoundDevice(Protocol):
+    """What runs decode rounds: launches on a machine, memory from a backend (``kernels.cuda.cuda_device``)."""
+
+    @property
+    def machine(self) -> LaunchMachine: ...
+    @property
+    def backend(self) -> Backend: ...
+
+    def close(self) -> None: ...
 
 
 def card_index(requested: Requested) -> int:
@@ -58,10 +71,10 @@ def open_device(requested: Requested, card: Card) -> CudaDevice:
     return opened
 
 
-def card_room(requested: Requested, machine: Machine, device: CudaDevice) -> DeviceRoom:
+def card_room(requested: Requested, machine: Machine, device: RoundDevice) -> DeviceRoom:
     """What a plan may use of an opened card: its free memory, its context already taken off, within ``--vram-gib``."""
-    free, _ = device.context.memory()
     info = device.backend.info()
+    free = info.memory_free
     if requested.vram_gib is not None and free < int(requested.vram_gib * GIB):
         logger.warning("--vram-gib %g: only %s of VRAM are free", requested.vram_gib, format_bytes(free))
     return DeviceRoom("cuda", info.memory_free, info.pins_charge_device, machine.pin_rooms)

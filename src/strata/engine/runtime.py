@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import torch
 
 from strata.checkpoint.pack_writer import Progress
 from strata.config import Requested
+from strata.engine.devices import RoundDevice, card_room, choose_card, open_device
 from strata.engine.models import OpenModel
-from strata.engine.planning import choose_chunk_rows, choose_context, choose_device, device_room, memory_request
+from strata.engine.planning import choose_chunk_rows, choose_context, device_room, memory_request
+from strata.engine.sequence import HostSequence, TokenSequence
 from strata.engine.shape import model_shape
 from strata.experts.profile import read_profile
 from strata.experts.source import BlobPlace
@@ -24,7 +29,9 @@ from strata.kernels.cpu import pool
 from strata.kernels.cpu.experts import ExpertKernel
 from strata.kernels.cpu.library import isa
 from strata.kernels.cpu.ops import CpuOps
+from strata.kernels.cuda.program import MAX_WINDOW
 from strata.kernels.host import HostBackend, HostFaults
+from strata.kernels.ops import Matrix
 from strata.memory import planner
 from strata.memory.planner import format_bytes
 from strata.memory.probe import Machine, probe_machine
@@ -32,9 +39,12 @@ from strata.words import count_of
 
 if TYPE_CHECKING:
     from strata.checkpoint.pack_reader import PackReader
+    from strata.engine.device_rounds import DeviceRounds
     from strata.experts.injection import FaultInjection
+    from strata.kernels.backend import Backend
     from strata.kernels.ops import ExpertExecutor
     from strata.kvcache.attention_cache import KvFormat
+    from strata.layers.ngram import NgramTable
     from strata.memory.planner import ResolvedPlan
     from strata.models.family import Model, Weights
 
@@ -52,13 +62,30 @@ class RuntimeStatistics:
     experts: ExpertStatistics
 
 
-def make_plan(model: OpenModel, requested: Requested, machine: Machine) -> ResolvedPlan:
-    """Every byte, before anything is taken. Raises ``MemoryPlanError`` or ``ConfigError``."""
-    choose_device(requested, machine)
+def make_plan(
+    model: OpenModel, requested: Requested, machine: Machine, device: RoundDevice | None = None
+) -> ResolvedPlan:
+    """Every byte, before anything is taken. ``device``: an opened card; None: the CPU computes.
+
+    Raises ``MemoryPlanError`` or ``ConfigError``.
+    """
     context = choose_context(requested, model.config.max_positions)
     chunk = choose_chunk_rows(requested)
     shape = model_shape(model, kv_format(requested))
-    return planner.plan(shape, memory_request(requested, machine, context, chunk), device_room(requested))
+    request = memory_request(requested, machine, context, chunk)
+    if device is None:
+        return planner.plan(shape, request, device_room(requested))
+    # A prompt runs as windows on a card: it has no ring, and its buffers are those of a window.
+    request = replace(request, pass_rows=MAX_WINDOW, ring_slots=0)
+    if not gpu_reads(model):
+        request = replace(request, expert_cache=0)
+    return planner.plan(shape, request, card_room(requested, machine, device))
+
+
+def gpu_reads(model: OpenModel) -> bool:
+    """Whether there is a GPU kernel for the model's experts; where not, the CPU has all of them."""
+    layout = model.reader.layout
+    return layout is not None and layout.format in ("nvfp4", "q8_0")
 
 
 def probe(requested: Requested) -> Machine:
@@ -79,21 +106,26 @@ class Runtime:
         model: Model,
         plan: ResolvedPlan,
         experts: ExpertSystem,
-        backend: HostBackend,
+        device: RoundDevice | None,
+        backend: Backend,
         kv: KvFormat,
         threads: int,
         ready_seconds: float,
         name: str,
+        rounds: DeviceRounds | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
         self.ops = CpuOps()
         self.kv = kv
+        self.rounds = rounds
         self._system = experts
+        self._device = device
         self._backend = backend
         self._name = name
         self._threads = threads
         self._ready_seconds = ready_seconds
+        self._owned = ExitStack()
 
     @classmethod
     def open(
@@ -104,44 +136,99 @@ class Runtime:
         faults: HostFaults = HostFaults(),
         injection: FaultInjection | None = None,
         on_progress: Progress | None = None,
+        device: RoundDevice | None = None,
     ) -> Runtime:
-        """Plans, takes the memory, loads. ``faults`` and ``injection`` are for ``strata verify`` and tests."""
+        """Plans, takes the memory, loads. ``faults``, ``injection`` and ``device`` are for ``strata verify`` and tests;
+        a ``device`` given stays the caller's to close."""
         began = time.perf_counter()
-        plan = make_plan(opened, requested, probe(requested))
-        for line in plan.lines():
-            logger.debug(line)
-        threads = pool.configure(None if isinstance(requested.threads, str) else requested.threads)
-        weights: Weights = opened.dense(on_progress)
-        model = opened.family.build(opened.config, weights)
+        machine = probe(requested)
+        with ExitStack() as owned:
+            if device is None and (card := choose_card(requested, machine)) is not None:
+                device = open_device(requested, card)
+                owned.callback(device.close)
+            plan = make_plan(opened, requested, machine, device)
+            for line in plan.lines():
+                logger.debug(line)
+            threads = pool.configure(None if isinstance(requested.threads, str) else requested.threads)
+            weights: Weights = opened.dense(on_progress)
+            if device is None:
+                # The device holds the slots and nothing else here, so its cap is exactly what the plan gives them.
+                backend: Backend = HostBackend(planner.whole_pages(plan.num_device_slots * plan.stride), faults)
+                owned.callback(backend.close)
+            else:
+                backend, weights = device.backend, on_device(weights, device)
+            model = opened.family.build(opened.config, weights)
+            experts = cls._open_experts(opened, requested, plan, backend, injection, on_progress)
+            owned.callback(experts.close)
+            rounds = None
+            if device is not None:
+                rounds = cls._open_rounds(opened, requested, plan, model, experts, device)
+                owned.callback(rounds.close)
+            ready = time.perf_counter() - began
+            logger.info("ready in %.2f s", ready)
+            kv = kv_format(requested)
+            runtime = cls(model, plan, experts, device, backend, kv, threads, ready, opened.name, rounds)
+            runtime._owned = owned.pop_all()
+            return runtime
+
+    @staticmethod
+    def _open_experts(
+        opened: OpenModel,
+        requested: Requested,
+        plan: ResolvedPlan,
+        backend: Backend,
+        injection: FaultInjection | None,
+        on_progress: Progress | None,
+    ) -> ExpertSystem:
         layout = opened.reader.layout
         assert layout is not None, "a family without routed experts is not served"
-        # The device holds the slots and nothing else here, so its cap is exactly what the plan gives them.
-        backend = HostBackend(-(-plan.num_device_slots * plan.stride // planner.PAGE) * planner.PAGE, faults)
         tell = (lambda done, total: on_progress("experts", done, total)) if on_progress else None
         file = PackExperts(opened.reader)
+        profile = read_profile(opened.reader.folder, file.num_layers, file.num_experts)
+        return ExpertSystem.open(
+            plan,
+            file,
+            ExpertKernel(layout),
+            backend,
+            heat=None if profile is None else profile.heat(requested.adapt_every),
+            pcie_fraction=0.0 if isinstance(requested.pcie_frac, str) else requested.pcie_frac,
+            pcie_balance=requested.pcie_balance,
+            injection=injection,
+            progress=tell,
+        )
+
+    @staticmethod
+    def _open_rounds(
+        opened: OpenModel,
+        requested: Requested,
+        plan: ResolvedPlan,
+        model: Model,
+        experts: ExpertSystem,
+        device: RoundDevice,
+    ) -> DeviceRounds:
+        from strata.engine.device_rounds import DeviceRounds
+
+        layout = opened.reader.layout
+        assert layout is not None
+        context = plan.request.max_context
+        rounds = DeviceRounds(
+            model, experts, layout, device.machine, device.backend, context, kv_format(requested), gpu_reads(opened)
+        )
         try:
-            profile = read_profile(opened.reader.folder, file.num_layers, file.num_experts)
-            experts = ExpertSystem.open(
-                plan,
-                file,
-                ExpertKernel(layout),
-                backend,
-                heat=None if profile is None else profile.heat(requested.adapt_every),
-                pcie_fraction=0.0 if isinstance(requested.pcie_frac, str) else requested.pcie_frac,
-                pcie_balance=requested.pcie_balance,
-                injection=injection,
-                progress=tell,
-            )
+            rounds.prepare()
         except BaseException:
-            backend.close()
+            rounds.close()
             raise
-        ready = time.perf_counter() - began
-        logger.info("ready in %.2f s", ready)
-        return cls(model, plan, experts, backend, kv_format(requested), threads, ready, opened.name)
+        return rounds
 
     def close(self) -> None:
-        self._system.close()
-        self._backend.close()
+        self._owned.close()
+
+    def new_sequence(self) -> TokenSequence:
+        """An empty sequence. A card holds one: the one before is not alive any more."""
+        if self.rounds is not None:
+            return self.rounds.new_sequence()
+        return HostSequence(self.model, self.ops, self.experts, lambda: self.model.new_state(self.max_context, self.kv))
 
     @property
     def experts(self) -> ExpertExecutor:
@@ -178,6 +265,19 @@ class Runtime:
         )
 
 
+def on_device(weights: Weights, device: RoundDevice) -> Weights:
+    """The dense weights in the device's memory; tables that rows are gathered from stay where they are."""
+    to = device.machine.device
+
+    def move(weight: Matrix | torch.Tensor | NgramTable) -> Matrix | torch.Tensor | NgramTable:
+        if isinstance(weight, Matrix):
+            scales = None if weight.scales is None else weight.scales.to(to)
+            return replace(weight, data=weight.data.to(to), scales=scales)
+        return weight.to(to) if isinstance(weight, torch.Tensor) else weight
+
+    return {name: move(weight) for name, weight in weights.items()}
+
+
 class PackExperts:
     """A pack's routed experts as the expert system asks for them (``experts.source.ExpertFile``)."""
 
@@ -191,4 +291,4 @@ class PackExperts:
 
     def place(self, layer: int, expert: int) -> BlobPlace:
         where = self._reader.expert_location(self._reader.expert_layers[layer], expert)
-        return BlobPlace(where.path, where.offset, where.nbytes, where.checksum)
+        return BlobPlace(where.path, where.offset, where.nbytes, where.checksum, where.recipe)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from strata.engine.cancellation import CancellableExperts, Cancellation
+from strata.engine.cancellation import Cancellation
 from strata.errors import RequestError
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ class SessionStatistics:
 
 
 class Session:
-    """Owns one ``SequenceState``. Not thread-safe: the scheduler gives it to one thread at a time."""
+    """Owns one ``TokenSequence``. Not thread-safe: the scheduler gives it to one thread at a time."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._state = runtime.model.new_state(runtime.max_context, runtime.kv)
+        self._sequence = runtime.new_sequence()
         self.tokens: list[int] = []
         self._recorded: list[int] = []
         self._prompt_tokens = self._chunks = self._rounds = self._decode_tokens = 0
@@ -75,7 +75,10 @@ class Session:
 
     def reset(self) -> None:
         """Forgets the conversation; the counters stay."""
-        self._state = self._runtime.model.new_state(self._runtime.max_context, self._runtime.kv)
+        if self._sequence.alive:
+            self._sequence.reset()
+        else:
+            self._sequence = self._runtime.new_sequence()
         self.tokens = []
         self._recorded = []
 
@@ -84,9 +87,9 @@ class Session:
 
         At least one id is always left to read, since its logits are wanted.
         """
-        if len(self.tokens) < len(ids) and self.tokens == list(ids[: len(self.tokens)]):
+        if self._sequence.alive and len(self.tokens) < len(ids) and self.tokens == list(ids[: len(self.tokens)]):
             return len(self.tokens)
-        if self.tokens:
+        if self.tokens or not self._sequence.alive:
             self.reset()
         return 0
 
@@ -148,7 +151,7 @@ class Session:
     def commit(self, num_rows: int, *, decoded: bool = False) -> None:
         """Accepts the first ``num_rows`` recorded rows and forgets the others."""
         assert 0 <= num_rows <= len(self._recorded), (num_rows, len(self._recorded))
-        self._state.commit(num_rows)
+        self._sequence.commit(num_rows)
         self.tokens.extend(self._recorded[:num_rows])
         self._recorded = []
         if decoded:
@@ -157,11 +160,7 @@ class Session:
     def _forward(
         self, ids: Sequence[int], logits: LogitRows, cancellation: Cancellation | None, *, certain: bool
     ) -> torch.Tensor | None:
-        experts = self._runtime.experts
-        executor = CancellableExperts(experts, cancellation) if cancellation else experts
-        result = self._runtime.model.forward(
-            self._runtime.ops, list(ids), self._state, executor, logits, certain=certain
-        )
+        result = self._sequence.forward(list(ids), logits, cancellation, certain=certain)
         self._recorded = list(ids)
         return result
 

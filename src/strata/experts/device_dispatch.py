@@ -68,19 +68,18 @@ class DeviceDispatch:
     def conductor(self) -> Conductor:
         return self._conductor
 
-    def refresh(self) -> None:
-        """Brings the device's tables up to date, between rounds, if the store has changed."""
+    def refresh(self) -> bool:
+        """Brings the device's tables up to date, between rounds, if the store has changed; whether it had."""
         store = self._store
-        if store.version == self._version:
-            return
+        if store.version == self._version or not self._gpu_reads:
+            return False
         self._version = store.version
-        if not self._gpu_reads:
-            return
         found = store.find(np.arange(len(store.host_tier), dtype=np.int64))
         where = np.where(found.tier == Tier.VRAM, found.address, np.uint64(0)).view(np.int64)
         shape = self.tables.where.shape
         self.tables.where.copy_(torch.from_numpy(where.reshape(shape)))
         self.tables.alias.copy_(torch.from_numpy(store.alias.view(np.int64).reshape(shape)))
+        return True
 
     def take_picks(self) -> NDArray[np.int64]:
         """[layers, experts] rows that picked each expert since the last take."""

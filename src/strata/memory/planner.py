@@ -14,7 +14,7 @@ from strata.memory.requests import DeviceRoom, MemoryRequest, ModelShape, RamMod
 from strata.memory.stager_sizing import StagerSizing, size_stager
 from strata.words import count_of
 
-__all__ = ["GIB", "MIB", "PAGE", "ResolvedPlan", "expert_stride", "format_bytes", "plan"]
+__all__ = ["GIB", "MIB", "PAGE", "ResolvedPlan", "expert_stride", "format_bytes", "plan", "whole_pages"]
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -89,6 +89,10 @@ def format_bytes(nbytes: int) -> str:
     if nbytes >= MIB:
         return f"{nbytes / MIB:.1f} MiB"
     return f"{nbytes / 1024:.1f} KiB"
+
+
+def whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
 
 
 def expert_stride(blob_bytes: int) -> int:

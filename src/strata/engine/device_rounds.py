@@ -1,0 +1,277 @@
+"""Decode rounds on a card: recorded once a window size, replayed as one graph, each answered by the conductor.
+
+Lives in ``engine`` because a round is where model, state and experts meet; it knows the card only as a ``Machine`` and
+a ``Backend``. Python writes the round's inputs, launches, waits once, and reads how it ended. A round that was given up
+has committed nothing and can be repeated; its request ends with a named error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from strata.errors import EngineError
+from strata.kernels.cuda.expert_step import ExpertStep, RoundMemory
+from strata.kernels.cuda.mailbox import Mailbox
+from strata.kernels.cuda.ops import CudaOps
+from strata.kernels.cuda.program import MAX_WINDOW, Launch, Machine, Program, RoundInputs, Runnable
+from strata.kvcache.device_state import DeviceState
+
+if TYPE_CHECKING:
+    from strata.engine.cancellation import Cancellation
+    from strata.experts.device_dispatch import DeviceDispatch
+    from strata.experts.system import ExpertSystem
+    from strata.kernels.backend import Backend
+    from strata.kvcache.attention_cache import KvFormat
+    from strata.models.family import LogitRows, Model
+    from strata.quant.layout import ExpertLayout
+
+__all__ = ["DeviceRounds", "DeviceSequence", "RoundGivenUp"]
+
+logger = logging.getLogger(__name__)
+
+ROUND_LIMIT_MS = 1000  # a display driver kills what takes two seconds
+FILE_ROUND_LIMIT_MS = 20_000  # rounds whose experts are read from a file: not for a card that drives a display
+_BY_DEADLINE = 2
+_COPY_THREADS = 256
+
+
+class RoundGivenUp(EngineError):  # noqa: N818 - what happened to a round
+    """A round ended without an answer. Nothing of it was committed."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Round:
+    """A recorded window of ``rows`` rows."""
+
+    rows: int
+    launches: list[Launch]
+    runnable: Runnable
+    program: Program
+
+
+class DeviceRounds:
+    """Owns programs, mailbox and state on the card. Serves one sequence at a time (``new_sequence``). Close once."""
+
+    def __init__(
+        self,
+        model: Model,
+        experts: ExpertSystem,
+        layout: ExpertLayout,
+        machine: Machine,
+        backend: Backend,
+        max_context: int,
+        kv: KvFormat,
+        gpu_reads: bool,
+    ) -> None:
+        config, device = model.config, machine.device
+        self._model, self._experts, self._layout, self._machine = model, experts, layout, machine
+        self._top_k, self._vocabulary = config.top_k, config.vocabulary
+        self._ticket = 0
+        self._rounds: dict[tuple[int, bool], _Round] = {}
+        self._current: DeviceSequence | None = None
+        whole = torch.zeros(MAX_WINDOW + 3, dtype=torch.int32, device=device)
+        self._words, self._ticket_word = whole, whole[MAX_WINDOW + 2 :]
+        self._inputs = RoundInputs(whole[2 : MAX_WINDOW + 2], whole[:1], whole[1:2])
+        self._memory = RoundMemory.on(device)
+        self._backend = backend
+        self._owned = ExitStack()
+        with ExitStack() as owned:
+            self._mailbox = Mailbox(backend, config.hidden, config.top_k, config.vocabulary, len(whole))
+            owned.callback(self._mailbox.close)
+            self.state = DeviceState(model.new_state(max_context, kv), self._inputs, self._take_pinned)
+            names = ("box", "x", "tasks", "rows", "slots", "out", "flags")
+            self.dispatch: DeviceDispatch = experts.serve_device(
+                layout, device, {name: self._mailbox.host(name) for name in names}, MAX_WINDOW,
+                MAX_WINDOW * config.top_k, gpu_reads=gpu_reads,
+            )  # fmt: skip
+            owned.callback(self.dispatch.close)
+            self._owned.push(owned.pop_all())
+        self.limit_ms = FILE_ROUND_LIMIT_MS if self.dispatch.reads_files else ROUND_LIMIT_MS
+        if self.dispatch.reads_files:
+            logger.warning(
+                "experts are read from the file inside a round: on a card that drives a display use --ram-mode mapped"
+            )
+
+    def prepare(self, windows: Sequence[int] = (1, MAX_WINDOW)) -> None:
+        """Records, loads and captures these window sizes, so that no round waits for it."""
+        for rows in windows:
+            self._round(rows, with_logits=True)
+        if MAX_WINDOW in windows:
+            self._round(MAX_WINDOW, with_logits=False)
+
+    def new_sequence(self) -> DeviceSequence:
+        """An empty sequence; the one before, if any, is not alive any more."""
+        if self._current is not None:
+            self._current.alive = False
+        self._settle()
+        self.state.reset()
+        self._settle()
+        self._current = DeviceSequence(self)
+        return self._current
+
+    def run(self, ids: Sequence[int], *, with_logits: bool) -> torch.Tensor | None:
+        """One round of up to ``MAX_WINDOW`` rows; FP32 logits of its rows, in RAM. Raises ``RoundGivenUp``."""
+        chosen = self._round(len(ids), with_logits=with_logits)
+        self._write_inputs(ids)
+        if self.dispatch.refresh():
+            self._settle()
+        conductor = self.dispatch.conductor
+        conductor.begin()
+        failure: EngineError | None = None
+        try:
+            chosen.runnable.run()
+            self._machine.synchronize()
+        finally:
+            self.state.folded()
+            try:
+                conductor.end()
+            except EngineError as error:
+                failure = error
+        self._check_end(failure)
+        if not with_logits:
+            return None
+        return torch.from_numpy(self._mailbox.logits[: len(ids)].copy())
+
+    def best_ids(self, rows: int) -> list[int]:
+        """The lowest id among the largest logits of each row of the last round with logits; -1 where one is NaN."""
+        best: list[int] = self._mailbox.best[:rows].tolist()
+        return best
+
+    def describe(self) -> dict[str, int]:
+        """Launches of the recorded rounds by window size, and of their layers."""
+        return {f"{rows} rows{'' if wanted else ', no logits'}": len(r.launches) for (rows, wanted), r in
+                sorted(self._rounds.items())}  # fmt: skip
+
+    def launches(self, rows: int) -> list[Launch]:
+        """Of a round with logits, for a profile."""
+        return self._round(rows, with_logits=True).launches
+
+    def close(self) -> None:
+        self._machine.synchronize()
+        self._rounds.clear()
+        self._owned.close()
+
+    def _take_pinned(self, nbytes: int) -> tuple[int, int]:
+        """(host address, device address) of page-locked memory that lives as long as this."""
+        buffer, registration = self._backend.allocate_pinned(nbytes)
+        self._owned.callback(buffer.free)
+        self._owned.callback(registration.unregister)
+        return buffer.address, registration.alias(buffer.address)
+
+    def _write_inputs(self, ids: Sequence[int]) -> None:
+        self.state.begin(ids)
+        self._ticket = self._ticket % 0x3FFFFF + 1
+        words = self._mailbox.inputs
+        words[0], words[1] = self._ticket, self.limit_ms * 1000
+        words[2], words[3] = self.state.length, self.state.accepted
+        words[4 : 4 + len(ids)] = ids
+        words[4 + MAX_WINDOW] = self._ticket
+
+    def _settle(self) -> None:
+        """Waits for the rounds' stream and for torch's own, which fills tensors between rounds."""
+        self._machine.synchronize()
+        if self._machine.device.type == "cuda":
+            torch.cuda.synchronize(self._machine.device)
+
+    def _check_end(self, failure: EngineError | None) -> None:
+        box = self._mailbox.box
+        if failure is not None:
+            raise RoundGivenUp(str(failure)) from failure
+        if box.ended != self._ticket:
+            raise EngineError(f"round {self._ticket} did not reach its end", "see the driver's log")
+        if box.aborted:
+            why = f"no answer within {self.limit_ms} ms" if box.aborted == _BY_DEADLINE else "it was stopped"
+            raise RoundGivenUp(
+                f"the CPU's part of layer {box.aborted_layer} did not come: {why}", "send the request again"
+            )
+
+    def _round(self, rows: int, *, with_logits: bool) -> _Round:
+        key = (rows, with_logits)
+        if key not in self._rounds:
+            self._rounds[key] = self._record(rows, with_logits)
+        return self._rounds[key]
+
+    def _record(self, rows: int, with_logits: bool) -> _Round:
+        machine = self._machine
+        program = Program(machine.device, machine.multiprocessors)
+        state = self.state.record(program, rows)
+        step = ExpertStep(
+            program, self._layout, self.dispatch.tables, self._memory, self._mailbox, rows, self._top_k
+        )  # fmt: skip
+        ops = CudaOps(program, self._inputs)
+        wanted: LogitRows = "all" if with_logits else "none"
+        logits_TV = self._model.forward(ops, [0] * rows, state, step, wanted)
+        self._record_end(program, ops, rows, logits_TV)
+        launches = program.take()
+        self._record_begin(program, step.exchanges)
+        launches = program.take() + launches
+        self._settle()  # what recording has filled is there before the first round
+        return _Round(rows, launches, machine.prepare(launches), program)
+
+    def _record_begin(self, program: Program, exchanges: int) -> None:
+        program.launch(
+            "round.begin", (1,), 32, self._mailbox.device("inputs"), self._words, self._words.numel(),
+            self._memory.state, exchanges, self._memory.flags, MAX_WINDOW,
+        )  # fmt: skip
+
+    def _record_end(self, program: Program, ops: CudaOps, rows: int, logits_TV: torch.Tensor | None) -> None:
+        mail, memory = self._mailbox, self._memory
+        values = 0 if logits_TV is None else logits_TV.numel()
+        best = self._words if logits_TV is None else ops.argmax_rows(logits_TV)
+        logits = memory.state if logits_TV is None else logits_TV
+        program.launch(
+            "round.publish", (max(1, min(64, values // 4096)),), _COPY_THREADS,
+            logits, mail.device("logits"), values, best, mail.device("best"), memory.flags, mail.device("row_flags"),
+            rows, self._ticket_word, memory.state, mail.device("box"),
+        )  # fmt: skip
+
+
+class DeviceSequence:
+    """``TokenSequence`` of rounds on a card. A prompt runs as windows; its last one gives the logits."""
+
+    def __init__(self, rounds: DeviceRounds) -> None:
+        self.alive = True
+        self._rounds = rounds
+        self._before_last = 0
+
+    def forward(
+        self, ids: Sequence[int], logits: LogitRows, cancellation: Cancellation | None, *, certain: bool
+    ) -> torch.Tensor | None:
+        self._check()
+        rounds, found = self._rounds, None
+        windows = list(_windows(len(ids)))
+        if len(windows) > 1 and not certain:
+            raise EngineError(f"a window of {len(ids)} rows is wider than {MAX_WINDOW}", "use smaller windows")
+        for number, (first, stop) in enumerate(windows):
+            if cancellation is not None:
+                cancellation.check()
+            if number:
+                rounds.state.commit(windows[number - 1][1] - windows[number - 1][0])
+            last = number == len(windows) - 1
+            found = rounds.run(ids[first:stop], with_logits=last and logits != "none")
+        self._before_last = windows[-1][0]
+        return found[-1:] if found is not None and logits == "last" else found
+
+    def commit(self, num_rows: int) -> None:
+        """Of a prompt, rows before the last window are committed already."""
+        self._rounds.state.commit(num_rows - self._before_last)
+        self._before_last = 0
+
+    def reset(self) -> None:
+        self._check()
+        self._rounds.state.reset()
+
+    def _check(self) -> None:
+        if not self.alive:
+            raise EngineError("another sequence has taken this one's memory on the card", "start it again")
+
+
+def _windows(count: int) -> list[tuple[int, int]]:
+    """Cuts rows into windows of at most ``MAX_WINDOW``, a function of the count alone."""
+    return [(first, min(first + MAX_WINDOW, count)) for first in range(0, count, MAX_WINDOW)]
