@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import re
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -98,19 +99,17 @@ def load_source(source: KernelSource) -> EmulatedSource:
 
 
 def _compile(source: KernelSource, options: list[str], path: Path) -> None:
-    text = source.text.decode()
-    for _ in source.headers:  # headers may include headers
+    with tempfile.TemporaryDirectory() as folder:
         for name, header in source.headers.items():
-            text = text.replace(f'#include "{name}"', f"/* {name} */\n{header.decode()}", 1)
-            text = text.replace(f'#include "{name}"', "")
-    whole = f'#include "{WORDS}"\n#line 1 "{source.name}.cu"\n{rewrite(text).replace("#pragma once", "")}'
-    spread = _run(["g++", *options, "-E", "-x", "c++", "-"], whole)
+            (Path(folder) / name).write_text(rewrite(header.decode()))
+        whole = f'#include "{WORDS}"\n#line 1 "{source.name}.cu"\n{rewrite(source.text.decode())}'
+        spread = _run(["g++", *options, "-I", folder, "-E", "-x", "c++", "-"], whole)
     names = _ENTRY.findall(spread)
     assert names, f"{source.name}.cu has no entries"
+    taken = "const char* letters, const int* sizes, void** arguments, const int* grid, int block, int shared, int order"
     calls = [
-        f'extern "C" int emulated_{name}(const char* letters, const int* sizes, void** arguments, const int* grid, '
-        f"int block, int shared, int order) {{ return emulated::launch(&{name}, letters, sizes, arguments, grid, block, "
-        "shared, order); }"
+        f'extern "C" int emulated_{name}({taken}) {{'
+        f" return emulated::launch(&{name}, letters, sizes, arguments, grid, block, shared, order); }}"
         for name in names
     ]
     part = path.with_suffix(".part")

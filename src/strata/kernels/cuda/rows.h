@@ -1,0 +1,62 @@
+// What the row kernels share: sums in a fixed order, gates, the law of row invariance.
+//
+// Row t of every result is the same bits whatever the number of rows and whatever the other rows hold. So no order of
+// summation depends on the number of rows, on the grid or on timing: a sum runs over a thread's own elements in rising
+// order, then through one tree of its warp, then over warps in rising order; how elements are dealt to threads is a
+// function of the width alone. Compiled without contraction and fast math; fused multiply-adds are written as such.
+#pragma once
+#include "device.h"
+
+namespace strata {
+namespace rows {
+
+constexpr unsigned kAll = 0xFFFFFFFFu;
+constexpr int kMaxWindow = 8;  // program.py's MAX_WINDOW
+
+// What a round reads from device memory (RoundInputs): where the window starts, and rows to fold.
+struct Inputs {
+    const int *ids, *position, *accepted;
+};
+
+__device__ __forceinline__ float lowest() { return __uint_as_float(0xFF800000u); }  // -inf
+
+__device__ __forceinline__ float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
+// The same bits in every lane: addition commutes.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(kAll, x, step);
+    return x;
+}
+
+// The sum over `lanes` neighbouring lanes, a power of two.
+template <int kLanes>
+__device__ __forceinline__ float lanes_sum(float x) {
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step >>= 1) x += __shfl_xor_sync(kAll, x, step);
+    return x;
+}
+
+// The sum over a block of whole warps, in every thread. `room` holds a float a warp; free again after a barrier.
+__device__ __forceinline__ float block_sum(float x, float* room) {
+    x = warp_sum(x);
+    if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = x;
+    __syncthreads();
+    float total = room[0];
+    for (int warp = 1; warp < static_cast<int>(blockDim.x >> 5); ++warp) total += room[warp];
+    return total;
+}
+
+// Bits that order like the floats; NaN of any sign is lowest.
+__device__ __forceinline__ unsigned ordered(float x) {
+    const unsigned bits = __float_as_uint(x);
+    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0u;
+    return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+}  // namespace rows
+}  // namespace strata
