@@ -89,12 +89,6 @@ void decode(int format, int64_t columns, const unsigned char* row, float* out) {
     }
 }
 
-uint32_t check_word(const unsigned char* row, int64_t nbytes, int64_t number) {
-    uint32_t sum = static_cast<uint32_t>(number) * 0x85EBCA77u + 0xC2B2AE3Du;
-    for (int64_t at = 0; at < nbytes; ++at) sum += row[at] * (static_cast<uint32_t>(at + 1) * 0x9E3779B1u | 1u);
-    return sum;
-}
-
 // 0, an errno, kWrongWord or kFileEnds.
 int read_row(int descriptor, int64_t row_bytes, int64_t number, unsigned char* row) {
     int64_t done = 0;
@@ -107,10 +101,16 @@ int read_row(int descriptor, int64_t row_bytes, int64_t number, unsigned char* r
         done += got;
     }
     const int64_t payload = row_bytes - kWordBytes;
-    return load<uint32_t>(row + payload) == check_word(row, payload, number) ? 0 : kWrongWord;
+    return load<uint32_t>(row + payload) == strata::table_check_word(row, payload, number) ? 0 : kWrongWord;
 }
 
 }  // namespace
+
+uint32_t strata::table_check_word(const unsigned char* row, int64_t nbytes, int64_t number) {
+    uint32_t sum = static_cast<uint32_t>(number) * 0x85EBCA77u + 0xC2B2AE3Du;
+    for (int64_t at = 0; at < nbytes; ++at) sum += row[at] * (static_cast<uint32_t>(at + 1) * 0x9E3779B1u | 1u);
+    return sum;
+}
 
 extern "C" {
 

@@ -15,3 +15,8 @@ int strata_gather_rows(int descriptor, int format, int64_t columns, const int64_
 // Bytes of one row, its word included; 0 for a format there is not.
 int64_t strata_table_row_bytes(int format, int64_t columns);
 }
+
+namespace strata {
+// The check word of row `number` from the `nbytes` before it.
+uint32_t table_check_word(const unsigned char* row, int64_t nbytes, int64_t number);
+}  // namespace strata

@@ -39,6 +39,8 @@ struct Job {
     int file;
     bool bypass;
     bool checked;
+    StrataFill fill;  // null unless the bytes are computed
+    uint64_t recipe[kFillWords];
 };
 
 // A line at a time past the caches, so that staging does not evict what the kernels are using. The target's line is
@@ -112,6 +114,9 @@ int read_all(const Job& job) {
 }
 
 int run(const Job& job) {
+    if (job.fill != nullptr) {
+        return job.fill(job.target, job.nbytes, job.recipe) == strata::kOk ? kTicketDone : kTicketRefused;
+    }
     if (job.source == nullptr) return read_all(job);
     if (job.bypass) {
         copy_past_caches(job.target, job.source, job.nbytes);
@@ -229,6 +234,16 @@ uint64_t strata_stager_read(StrataStager* stager, int file, uint64_t offset, voi
     job.file = file;
     job.checked = checked != 0;
     job.expected = expected;
+    return stager->submit(job);
+}
+
+uint64_t strata_stager_compute(StrataStager* stager, StrataFill fill, const uint64_t* recipe, void* target,
+                               size_t nbytes) {
+    Job job{};
+    job.target = target;
+    job.nbytes = nbytes;
+    job.fill = fill;
+    std::memcpy(job.recipe, recipe, sizeof job.recipe);
     return stager->submit(job);
 }
 

@@ -1,5 +1,5 @@
 // Threads that bring expert blobs to where they are wanted: copies from pageable memory with stores that bypass the
-// caches, and reads from files, each on its own ticket. Python submits and asks; it never copies itself.
+// caches, reads from files, and bytes that are computed, each on its own ticket. Python submits and asks; it never copies itself.
 //
 // Lives beside the kernels because it is native and holds no lock of the interpreter. It must not know what a blob is,
 // who owns its memory, or a device: the caller keeps both ends valid until the ticket is complete.
@@ -18,6 +18,7 @@ enum StrataTicketState : int {
     kTicketPending = -1,
     kTicketTruncated = -2,  // the file ended before the read did
     kTicketDamaged = -3,    // the bytes do not have the checksum that was asked for
+    kTicketRefused = -4,    // the function that computes the bytes refused its arguments
 };
 
 // Starts `threads` threads (1..256); null when they cannot be had.
@@ -31,6 +32,12 @@ STRATA_API uint64_t strata_stager_copy(StrataStager* stager, void* target, const
 // Reads `nbytes` at `offset` of an open file; with `checked` their checksum must be `expected`.
 STRATA_API uint64_t strata_stager_read(StrataStager* stager, int file, uint64_t offset, void* target, size_t nbytes,
                                        int checked, uint64_t expected);
+// Writes `nbytes` to `target` and returns a Status; `recipe` holds kFillWords words.
+typedef int (*StrataFill)(void* target, size_t nbytes, const uint64_t* recipe);
+enum StrataFillWords : int { kFillWords = 8 };
+// Computes bytes instead of moving them: runs `fill` on a copy of `recipe`. A failed fill is kTicketRefused.
+STRATA_API uint64_t strata_stager_compute(StrataStager* stager, StrataFill fill, const uint64_t* recipe, void* target,
+                                          size_t nbytes);
 // State of a ticket without waiting, and after it is complete. A failed state is kept until the stager ends.
 STRATA_API int strata_stager_query(StrataStager* stager, uint64_t ticket);
 STRATA_API int strata_stager_wait(StrataStager* stager, uint64_t ticket);

@@ -29,6 +29,7 @@ from strata.checkpoint.safetensors_reader import list_names, read_bytes
 from strata.checkpoint.table_rows import TableFile, row_bytes
 from strata.errors import CheckpointError
 from strata.kernels.cpu.checksum import checksum
+from strata.kernels.cpu.synthetic import BlobRecipe
 from strata.kernels.ops import Matrix
 from strata.quant.layout import ExpertLayout
 
@@ -50,12 +51,14 @@ _AGAIN = "make the pack again with strata pack"
 @dataclass(frozen=True)
 class BlobLocation:
     """Where one expert's blob lies: ``nbytes`` at ``offset`` of ``path``, both whole pages. Whoever reads it first
-    compares ``strata.kernels.cpu.checksum`` of the blob with ``checksum``."""
+    compares ``strata.kernels.cpu.checksum`` of the blob with ``checksum``. With a ``recipe`` it lies nowhere: it is
+    computed, and has no checksum."""
 
     path: Path
     offset: int
     nbytes: int
-    checksum: int
+    checksum: int | None
+    recipe: BlobRecipe | None = None
 
 
 class PackReader:

@@ -15,9 +15,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.errors import CheckpointError, MemoryPlanError
+from strata.errors import CheckpointError, ConfigError, MemoryPlanError
 from strata.kernels.cpu.checksum import checksum_at
 from strata.kernels.cpu.stager import ReadFailure, Stager
+from strata.kernels.cpu.synthetic import BlobRecipe
 from strata.memory.system import system
 
 __all__ = ["BlobPlace", "ExpertFile", "ExpertSource"]
@@ -27,12 +28,16 @@ CACHE_SAMPLES = 64
 
 @dataclass(frozen=True)
 class BlobPlace:
-    """Bytes of one expert in a file. ``checksum`` is the 64-bit one of ``kernels.cpu.checksum``, or None."""
+    """Bytes of one expert in a file. ``checksum`` is the 64-bit one of ``kernels.cpu.checksum``, or None.
+
+    With a ``recipe`` there is no file: the bytes are computed where they would be read.
+    """
 
     path: Path
     offset: int
     nbytes: int
     checksum: int | None
+    recipe: BlobRecipe | None = None
 
 
 class ExpertFile(Protocol):
@@ -67,6 +72,8 @@ class ExpertSource:
     def submit(self, stager: Stager, layer: int, expert: int, address: int) -> int:
         """Starts reading a blob to ``address``, which the caller keeps valid; the stager's ticket."""
         place = self._place(layer, expert)
+        if place.recipe is not None:
+            return stager.compute(place.recipe.fill, place.recipe.words, address, place.nbytes)
         expected = place.checksum if self._verify else None
         descriptor = None
         if self.direct and not (place.offset | place.nbytes | address) % system.PAGE_BYTES:
@@ -82,6 +89,8 @@ class ExpertSource:
         found = 0
         for number in sample:
             place = self._place(*divmod(number, self.num_experts))
+            if place.recipe is not None:
+                return 1.0
             descriptor = self._open(place.path, direct=False)
             assert descriptor is not None
             found += system.is_cached(descriptor, place.offset + place.nbytes // 2)
@@ -112,6 +121,8 @@ class ExpertSource:
         for layer in range(self.num_layers):
             for expert in range(self.num_experts):
                 place = self._place(layer, expert)
+                if place.recipe is not None:
+                    raise ConfigError("a computed model has no file to map", "leave --mmap-experts out")
                 mapped = self._map(place.path)
                 if place.offset + place.nbytes > mapped.nbytes:
                     raise self.explain(layer, expert, ReadFailure("truncated"))

@@ -1,4 +1,4 @@
-"""Native threads that copy blobs and read them from files, each job on a ticket (``csrc/cpu/stager.h``).
+"""Native threads that copy blobs, read them from files, or compute them, each job on a ticket (``csrc/cpu/stager.h``).
 
 Lives beside the other native bindings. The caller keeps both ends of a job valid until its ticket is complete. It
 must not know what a blob is or which tier it came from.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from strata.errors import EngineError
@@ -15,7 +16,8 @@ from strata.kernels.cpu.library import declare, library
 
 __all__ = ["ReadFailure", "Stager"]
 
-_DONE, _PENDING, _TRUNCATED, _DAMAGED = 0, -1, -2, -3
+_DONE, _PENDING, _TRUNCATED, _DAMAGED, _REFUSED = 0, -1, -2, -3, -4
+_FILL_WORDS = 8
 
 
 class ReadFailure(Exception):  # noqa: N818 - the caller knows the file's name and turns this into its own error
@@ -29,6 +31,7 @@ class ReadFailure(Exception):  # noqa: N818 - the caller knows the file's name a
 class _Calls(NamedTuple):
     copy: ctypes._NamedFuncPointer
     read: ctypes._NamedFuncPointer
+    compute: ctypes._NamedFuncPointer
     query: ctypes._NamedFuncPointer
     wait: ctypes._NamedFuncPointer
 
@@ -45,6 +48,7 @@ class Stager:
         self._calls = _Calls(
             declare("strata_stager_copy", pointer, pointer, pointer, size, ctypes.c_int, returns=u64),
             declare("strata_stager_read", pointer, ctypes.c_int, u64, pointer, size, ctypes.c_int, u64, returns=u64),
+            declare("strata_stager_compute", pointer, pointer, pointer, pointer, size, returns=u64),
             declare("strata_stager_query", pointer, u64),
             declare("strata_stager_wait", pointer, u64),
         )
@@ -58,6 +62,11 @@ class Stager:
         """Starts a read of a file into memory, verified when ``checksum`` is given; the ticket."""
         checked = checksum is not None
         return int(self._calls.read(self._handle, descriptor, offset, target, nbytes, checked, checksum or 0))
+
+    def compute(self, fill: int, recipe: Sequence[int], target: int, nbytes: int) -> int:
+        """Starts computing bytes: ``fill`` is the address of a ``StrataFill`` (stager.h); the ticket."""
+        words = (ctypes.c_uint64 * _FILL_WORDS)(*recipe)
+        return int(self._calls.compute(self._handle, fill, words, target, nbytes))
 
     def query(self, ticket: int) -> bool:
         """True once the job is complete. Raises ``ReadFailure`` if it failed."""
@@ -81,4 +90,6 @@ class Stager:
             return False
         if state == _TRUNCATED:
             raise ReadFailure("truncated")
+        if state == _REFUSED:
+            raise ReadFailure("it cannot be computed")
         raise ReadFailure("damaged" if state == _DAMAGED else os.strerror(state))

@@ -1,0 +1,52 @@
+"""Opens a model whose weights are computed (``checkpoint.synthetic_reader``) as any other model is opened.
+
+Lives in ``engine`` beside ``models.py`` because here a family, a reader and the user's folders meet. What is learned
+about such a model (its profile) is kept in STRATA_HOME/profiles; its weights are nowhere. It must not know model names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from strata.checkpoint.synthetic_reader import Scaling, SyntheticReader, SyntheticWeights
+from strata.engine.models import OpenModel
+from strata.models import find
+from strata.models.synthetic_shapes import gain_of, is_router, synthetic_config, synthetic_map
+from strata.paths import find_home
+from strata.text.byte_tokenizer import byte_tokenizer
+from strata.text.pipeline import TextPipeline
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["GENERATION", "open_synthetic"]
+
+GENERATION = 1  # of how weights are computed; rises with every change, so that no profile of others is taken
+
+
+def open_synthetic(
+    shape: str, num_layers: int | None = None, weights: SyntheticWeights = SyntheticWeights()
+) -> OpenModel:
+    """The model of a shape; nothing is computed before it is asked for. Raises ``ConfigError``."""
+    raw = synthetic_config(shape, num_layers)
+    family = find(raw)
+    config = family.read_config(raw)
+    name = f"synthetic-{shape}-{config.num_layers}"
+    table = json.dumps([raw, asdict(weights), GENERATION], sort_keys=True)
+    folder = _folder(f"{name}-{weights.routing}-{hashlib.sha256(table.encode()).hexdigest()[:12]}")
+    reader = SyntheticReader(
+        folder, raw, config.family, synthetic_map(raw), config.top_k, Scaling(gain_of, is_router), weights
+    )
+    return OpenModel(name, reader, family, config, TextPipeline.from_directory(folder), random=True)
+
+
+def _folder(name: str) -> Path:
+    """The model's folder, with the byte tokenizer in it: texts are not what such a model is for."""
+    home = find_home()
+    folder = home.make(home.profiles / name)
+    if not (folder / "tokenizer.json").exists():
+        byte_tokenizer(folder)
+    return folder
