@@ -143,7 +143,7 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         assert torch.equal(f.view(torch.int32), w.view(torch.int32))
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "q8_0"])
+@pytest.mark.parametrize("format", ["nvfp4", "q8_0", "bf16"])
 @pytest.mark.parametrize("where", ["vvvvvvvvvvvv", "cccccccccccc", "vcvcvccvcvcv", "pppcvvvvcppp"])
 def test_every_split_gives_the_same_bits(format: ExpertFormat, where: str) -> None:
     for fraction in (0.0, 0.5, 1.0):

@@ -67,7 +67,6 @@ class DeviceRounds:
         backend: Backend,
         max_context: int,
         kv: KvFormat,
-        gpu_reads: bool,
     ) -> None:
         config, device = model.config, machine.device
         self._model, self._experts, self._layout, self._machine = model, experts, layout, machine
@@ -88,7 +87,7 @@ class DeviceRounds:
             names = ("box", "x", "tasks", "rows", "slots", "out", "flags")
             self.dispatch: DeviceDispatch = experts.serve_device(
                 layout, device, {name: self._mailbox.host(name) for name in names}, MAX_WINDOW,
-                MAX_WINDOW * config.top_k, gpu_reads=gpu_reads,
+                MAX_WINDOW * config.top_k,
             )  # fmt: skip
             owned.callback(self.dispatch.close)
             self._owned.push(owned.pop_all())

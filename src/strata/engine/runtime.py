@@ -77,15 +77,7 @@ def make_plan(
         return planner.plan(shape, request, device_room(requested))
     # A prompt runs as windows on a card: it has no ring, and its buffers are those of a window.
     request = replace(request, pass_rows=MAX_WINDOW, ring_slots=0)
-    if not gpu_reads(model):
-        request = replace(request, expert_cache=0)
     return planner.plan(shape, request, card_room(requested, machine, device))
-
-
-def gpu_reads(model: OpenModel) -> bool:
-    """Whether there is a GPU kernel for the model's experts; where not, the CPU has all of them."""
-    layout = model.reader.layout
-    return layout is not None and layout.format in ("nvfp4", "q8_0")
 
 
 def probe(requested: Requested) -> Machine:
@@ -211,9 +203,7 @@ class Runtime:
         layout = opened.reader.layout
         assert layout is not None
         context = plan.request.max_context
-        rounds = DeviceRounds(
-            model, experts, layout, device.machine, device.backend, context, kv_format(requested), gpu_reads(opened)
-        )
+        rounds = DeviceRounds(model, experts, layout, device.machine, device.backend, context, kv_format(requested))
         try:
             rounds.prepare()
         except BaseException:

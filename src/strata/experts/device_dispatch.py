@@ -42,12 +42,10 @@ class DeviceDispatch:
         buffers: tuple[int, int] = (0, 0),
         pcie_fraction: float = 0.0,
         pcie_balance: bool = True,
-        gpu_reads: bool = True,
     ) -> None:
         """``mail``: host addresses of the mailbox's parts. ``buffers``: address and number of staging buffers for
-        experts that are in the file alone. ``gpu_reads`` False: the GPU has no kernel for these blobs."""
+        experts that are in the file alone."""
         self._store = store
-        self._gpu_reads = gpu_reads
         self._version = -1
         self.tables = ExpertTables.on(device, torch.from_numpy(source.scales), pcie_fraction, balance=pcie_balance)
         in_file = store.base_tier is Tier.FILE
@@ -71,7 +69,7 @@ class DeviceDispatch:
     def refresh(self) -> bool:
         """Brings the device's tables up to date, between rounds, if the store has changed; whether it had."""
         store = self._store
-        if store.version == self._version or not self._gpu_reads:
+        if store.version == self._version:
             return False
         self._version = store.version
         found = store.find(np.arange(len(store.host_tier), dtype=np.int64))

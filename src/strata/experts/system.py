@@ -174,8 +174,6 @@ class ExpertSystem:
         mail: Mapping[str, int],
         most_rows: int,
         most_picks: int,
-        *,
-        gpu_reads: bool,
     ) -> DeviceDispatch:
         """Rounds run on a card from now on, and the dispatcher is not used; ``mail`` as ``DeviceDispatch`` says."""
         reserve = self._file_buffers() if self.store.base_tier is Tier.FILE else (0, 0)
@@ -190,7 +188,6 @@ class ExpertSystem:
             buffers=reserve,
             pcie_fraction=self._pcie_fraction,
             pcie_balance=self._pcie_balance,
-            gpu_reads=gpu_reads,
         )
         self._owned.callback(self._device.close)
         self._device.refresh()

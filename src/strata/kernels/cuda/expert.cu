@@ -265,6 +265,109 @@ __device__ void down_rows(const Shape& shape, const Task& task, int first, const
 STRATA_EXPERT_KERNELS(nvfp4, Nvfp4)
 STRATA_EXPERT_KERNELS(q8_0, Q8)
 
+// BF16 experts: activations stay FP32 and every weight is one fused multiply-add, in order. A half of a warp computes a
+// segment, lane = 16 * (segment & 1) + row. `width`: what x has; weights are padded with zeros behind it.
+template <int R>
+__device__ void multiply_bf16(const unsigned char* group, int superblocks, const float* const* x, int width, float unit,
+                              float* partial, float* sums) {
+    constexpr int kBytes = 2048;
+    const int lane = threadIdx.x & 31, row = lane & 15, warps = blockDim.x >> 5;
+    const int segments = (superblocks + 1) / 2;
+    for (int segment = (threadIdx.x >> 5) * 2 + (lane >> 4); segment < segments; segment += warps * 2) {
+        float acc[R];
+        for (int r = 0; r < R; ++r) acc[r] = 0.0f;
+        for (int s = segment * 2; s < segment * 2 + 2 && s < superblocks; ++s) {
+            const unsigned char* p = group + static_cast<long long>(s) * kBytes + row * 4;
+#pragma unroll 8
+            for (int pair = 0; pair < 32; ++pair) {
+                const unsigned word = *reinterpret_cast<const unsigned*>(p + pair * 64);
+                const float low = float_of(word << 16), high = float_of(word & 0xFFFF0000u);
+                const int at = s * kSuperblock + pair * 2;
+#pragma unroll
+                for (int r = 0; r < R; ++r) {
+                    acc[r] = fused(low, at < width ? x[r][at] : 0.0f, acc[r]);
+                    acc[r] = fused(high, at + 1 < width ? x[r][at + 1] : 0.0f, acc[r]);
+                }
+            }
+        }
+        for (int r = 0; r < R; ++r) partial[(segment * kRows + r) * 16 + row] = acc[r];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < R * 16; i += blockDim.x) {
+        float total = 0.0f;
+        for (int segment = 0; segment < segments; ++segment) total = sum(total, partial[segment * kRows * 16 + i]);
+        sums[i] = product(total, unit);
+    }
+    __syncthreads();
+}
+
+template <int R>
+__device__ void gate_up_rows_bf16(const Shape& shape, const Task& task, int first, const int* rows, const float* x,
+                                  float* inner, unsigned char* flags, float* partial, float* gates, float* ups) {
+    const float* picked[R];
+    for (int r = 0; r < R; ++r) picked[r] = x + static_cast<long long>(rows[task.first + first + r]) * shape.hidden;
+    const long long bytes = static_cast<long long>(shape.wide) * 2048;
+    const auto* gate = reinterpret_cast<const unsigned char*>(task.blob) + blockIdx.x * 2 * bytes;
+    multiply_bf16<R>(gate, shape.wide, picked, shape.hidden, task.scales[0], partial, gates);
+    multiply_bf16<R>(gate + bytes, shape.wide, picked, shape.hidden, task.scales[1], partial, ups);
+    for (int i = threadIdx.x; i < R * 16; i += blockDim.x) {
+        const int column = blockIdx.x * 16 + (i & 15);
+        const long long pick = task.first + first + (i >> 4);
+        const float h = product(silu(gates[i]), ups[i]);
+        inner[pick * shape.narrow * kSuperblock + column] = h;  // rows of inner are padded to whole groups and more
+        if (!is_finite(h)) flags[rows[pick]] = 1;
+    }
+    __syncthreads();
+}
+
+template <int R>
+__device__ void down_rows_bf16(const Shape& shape, const Task& task, int first, const int* rows, const int* slots,
+                               const float* inner, float* out, unsigned char* flags, float* partial, float* sums) {
+    const float* picked[R];
+    for (int r = 0; r < R; ++r)
+        picked[r] = inner + static_cast<long long>(task.first + first + r) * shape.narrow * kSuperblock;
+    const long long wide = static_cast<long long>(shape.wide) * 2048, narrow = static_cast<long long>(shape.narrow) * 2048;
+    const auto* weights = reinterpret_cast<const unsigned char*>(task.blob) +
+                          2 * ((shape.intermediate + 15) / 16) * wide + blockIdx.x * narrow;
+    multiply_bf16<R>(weights, shape.narrow, picked, shape.narrow * kSuperblock, task.scales[2], partial, sums);
+    for (int i = threadIdx.x; i < R * 16; i += blockDim.x) {
+        const int column = blockIdx.x * 16 + (i & 15);
+        const int pick = task.first + first + (i >> 4);
+        if (column >= shape.hidden) continue;
+        const bool finite = is_finite(sums[i]);
+        out[static_cast<long long>(slots[pick]) * shape.hidden + column] = finite ? sums[i] : 0.0f;
+        if (!finite) flags[rows[pick]] = 1;
+    }
+    __syncthreads();
+}
+
+// As the kernels above. `x` FP32 [rows, hidden], `inner` FP32 [picks, narrow * 64], zero where the width is padded.
+extern "C" __global__ void bf16_gate_up(Shape shape, const Task* tasks, const int* rows, const float* x, float* inner,
+                                        unsigned char* flags, const int* num_tasks) {
+    if (num_tasks != nullptr && static_cast<int>(blockIdx.y) >= *num_tasks) return;
+    extern __shared__ float partial[];
+    __shared__ float gates[kRows * 16], ups[kRows * 16];
+    const Task task = tasks[blockIdx.y];
+    int first = 0;
+    for (; first + kRows <= task.count; first += kRows)
+        gate_up_rows_bf16<kRows>(shape, task, first, rows, x, inner, flags, partial, gates, ups);
+    for (; first < task.count; ++first)
+        gate_up_rows_bf16<1>(shape, task, first, rows, x, inner, flags, partial, gates, ups);
+}
+
+extern "C" __global__ void bf16_down(Shape shape, const Task* tasks, const int* rows, const int* slots,
+                                     const float* inner, float* out, unsigned char* flags, const int* num_tasks) {
+    if (num_tasks != nullptr && static_cast<int>(blockIdx.y) >= *num_tasks) return;
+    extern __shared__ float partial[];
+    __shared__ float sums[kRows * 16];
+    const Task task = tasks[blockIdx.y];
+    int first = 0;
+    for (; first + kRows <= task.count; first += kRows)
+        down_rows_bf16<kRows>(shape, task, first, rows, slots, inner, out, flags, partial, sums);
+    for (; first < task.count; ++first)
+        down_rows_bf16<1>(shape, task, first, rows, slots, inner, out, flags, partial, sums);
+}
+
 // y[row] = sum over k, in order, by fused multiply-add from zero, of weights[row, k] * parts[row, k]. Grid (rows, blocks).
 extern "C" __global__ void combine_parts(const float* parts, const float* weights, int k, int hidden, float* y,
                                          unsigned char* flags) {

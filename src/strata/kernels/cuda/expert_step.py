@@ -107,7 +107,10 @@ class ExpertStep:
         picks, wide, narrow = rows * top_k, self._shape.wide, self._shape.narrow
         self._codes = program.empty(rows, wide * 64, dtype=torch.int8)
         self._scales = program.empty(rows, wide * 4)
-        self._inner = program.zeros(picks, narrow * 64, dtype=torch.int8)
+        inner_type = (
+            torch.float32 if layout.format == "bf16" else torch.int8
+        )  # BF16 experts take activations as they are
+        self._inner = program.zeros(picks, narrow * 64, dtype=inner_type)
         self._inner_scales = program.zeros(picks, narrow * 4)
         self._parts = program.empty(picks, layout.hidden)
         self._tasks = program.empty(picks, _TASK_BYTES, dtype=torch.uint8)
@@ -116,13 +119,8 @@ class ExpertStep:
         self._num_tasks = program.zeros(4, dtype=torch.int32)
         self._by_cpu = program.zeros(picks, dtype=torch.uint8)
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the GPU has a kernel for this format; if not, all experts are the CPU's."""
-        return self._layout.format in ("nvfp4", "q8_0")
-
     def __call__(self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Appends four launches (two where the CPU has all experts); y_TH."""
+        """Appends four launches; y_TH."""
         program, layout, memory, mail = self._program, self._layout, self._memory, self._mailbox
         assert tuple(ids_TK.shape) == (self._rows, self._top_k), "a program is of one window"
         exchange = self.exchanges
@@ -141,8 +139,7 @@ class ExpertStep:
             _PostMail(*(mail.device(name) for name in ("box", "x", "tasks", "rows", "slots"))),
             memory.state, x_TH, ids_TK, self._codes, self._scales, memory.flags,
         )  # fmt: skip
-        if self.on_gpu:
-            self._compute()
+        self._compute(x_TH)
         y_TH = program.empty(self._rows, layout.hidden)
         program.launch(
             "round.combine", (self._rows, -(-layout.hidden // _COMBINE_THREADS)), _COMBINE_THREADS,
@@ -152,18 +149,22 @@ class ExpertStep:
         )  # fmt: skip
         return y_TH
 
-    def _compute(self) -> None:
+    def _compute(self, x_TH: torch.Tensor) -> None:
         layout, shape, flags = self._layout, self._shape, self._memory.flags
         picks = self._rows * self._top_k
+        if layout.format == "bf16":
+            rows: tuple[torch.Tensor, ...] = (x_TH,)
+            inner: tuple[torch.Tensor, ...] = (self._inner,)
+        else:
+            rows, inner = (self._codes, self._scales), (self._inner, self._inner_scales)
         threads, shared = block_of(shape.wide)
         self._program.launch(
             f"expert.{layout.format}_gate_up", (-(-layout.intermediate // 16), picks), threads,
-            shape, self._tasks, self._pick_rows, self._codes, self._scales, self._inner, self._inner_scales, flags,
-            self._num_tasks, shared=shared,
+            shape, self._tasks, self._pick_rows, *rows, *inner, flags, self._num_tasks, shared=shared,
         )  # fmt: skip
         threads, shared = block_of(shape.narrow)
         self._program.launch(
             f"expert.{layout.format}_down", (-(-layout.hidden // 16), picks), threads,
-            shape, self._tasks, self._pick_rows, self._pick_slots, self._inner, self._inner_scales, self._parts, flags,
-            self._num_tasks, shared=shared,
+            shape, self._tasks, self._pick_rows, self._pick_slots, *inner, self._parts, flags, self._num_tasks,
+            shared=shared,
         )  # fmt: skip

@@ -1,0 +1,42 @@
+"""A card for tests: kernels emulated on the CPU, memory of a ``HostBackend`` that can fail on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from strata.config_sources import resolve_here
+from strata.engine.models import open_model
+from strata.engine.runtime import Runtime
+from strata.kernels.host import HostBackend, HostFaults
+from tests.emulator.machine import EmulatedMachine
+
+
+class EmulatedDevice:
+    """``RoundDevice`` of tests."""
+
+    def __init__(self, nbytes: int = 1 << 30, faults: HostFaults = HostFaults(), *, backward: bool = False) -> None:
+        self.machine = EmulatedMachine(backward=backward)
+        self.backend = HostBackend(nbytes, faults)
+
+    def close(self) -> None:
+        self.backend.close()
+
+
+@contextmanager
+def device_runtime(path: Path, device: EmulatedDevice | None = None, **options: Any) -> Iterator[Runtime]:
+    """A runtime over a pack whose rounds run on an emulated card."""
+    device = device or EmulatedDevice()
+    given = {"model": str(path), "max_context": 512, "ram_gib": 6, "vram_reserve_mib": 0, **options}
+    opened = open_model(str(path))
+    try:
+        runtime = Runtime.open(opened, resolve_here(arguments=given), device=device)
+        try:
+            yield runtime
+        finally:
+            runtime.close()
+    finally:
+        opened.close()
+        device.close()

@@ -1,0 +1,134 @@
+"""Rounds on an emulated card: near the CPU's, the same bits wherever experts lie, however rows are cut into windows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from strata.engine.device_rounds import RoundGivenUp
+from strata.engine.runtime import Runtime
+from strata.engine.session import Session
+from strata.errors import EngineError
+from tests.engine.conftest import VOCABULARY, load
+from tests.engine.emulated_device import EmulatedDevice, device_runtime
+from tests.models.oracle import sample_ids, worst
+
+PLACEMENTS = {
+    "all in VRAM": {"expert_cache": 1000, "resident_experts": True},
+    "CPU only": {"expert_cache": 0},
+    "a few slots": {"expert_cache": 5, "adapt_every": 0},
+    "link": {"expert_cache": 5, "adapt_every": 0, "pcie_frac": 1.0},
+    "half the link": {"expert_cache": 5, "adapt_every": 0, "pcie_frac": 0.5},
+    "a swap every round": {"expert_cache": 8, "resident_experts": True, "adapt_every": 1, "adapt_swaps": 2},
+    "mapped": {"expert_cache": 5, "adapt_every": 0, "mmap_experts": True},
+    "file": {"expert_cache": 5, "adapt_every": 0, "resident_budget_gib": 0.00005},
+}
+
+
+def prompt(count: int, seed: int = 0) -> list[int]:
+    return sample_ids(count, seed, VOCABULARY - 30)
+
+
+def transcript(runtime: Runtime, ids: list[int], rounds: int = 6) -> torch.Tensor:
+    """Logits of the prompt's last row and of greedy rounds after it."""
+    session = Session(runtime)
+    found = [session.read_prompt(ids)]
+    for _ in range(rounds):
+        token = int(found[-1].argmax())
+        found.append(session.round([token])[0])
+        session.commit(1, decoded=True)
+    return torch.stack(found)
+
+
+def test_a_card_gives_the_cpus_logits_within_rounding(packs: dict[str, Path]) -> None:
+    ids = prompt(37)
+    with load(packs["default"], kv=32) as engine:
+        expected = transcript(engine._runtime, ids)
+    with device_runtime(packs["default"], kv=32, expert_cache=5) as runtime:
+        found = transcript(runtime, ids)
+    errors = torch.tensor([worst(found[t], expected[t]) for t in range(len(found))])
+    assert float(errors.median()) < 1e-4
+    assert float(errors.max()) < 5e-2
+
+
+def test_every_placement_gives_the_same_bits(packs: dict[str, Path]) -> None:
+    ids, found = prompt(21, seed=1), {}
+    for name, options in PLACEMENTS.items():
+        with device_runtime(packs["default"], **options) as runtime:
+            found[name] = transcript(runtime, ids)
+            counted = runtime.statistics().experts
+            moved = {
+                "all in VRAM": counted.misses == 0,
+                "CPU only": counted.hits == 0,
+                "a few slots": counted.hits and counted.misses_pinned and not counted.alias_picks,
+                "link": counted.alias_picks == counted.misses_pinned > 0,
+                "half the link": 0 < counted.alias_picks < counted.misses_pinned,
+                "a swap every round": counted.swaps > 0,
+                "mapped": counted.misses_mapped > 0,
+                "file": counted.misses_file > 0,
+            }
+            assert moved[name], (name, counted)
+    first = found.pop("all in VRAM")
+    for name, other in found.items():
+        assert torch.equal(first, other), name
+
+
+def test_windows_prompts_and_rejected_rows_are_the_same_bits(packs: dict[str, Path]) -> None:
+    ids = prompt(30, seed=2)
+    with device_runtime(packs["default"], expert_cache=5) as runtime:
+        session = Session(runtime)
+        rows = []
+        for token in ids:
+            rows.append(session.round([token])[0])
+            session.commit(1)
+        expected = torch.stack(rows)
+        assert torch.equal(Session(runtime).read_prompt(ids), expected[-1])
+        session, at = Session(runtime), 0
+        for size, accepted in ((3, 3), (8, 2), (5, 5), (1, 1), (8, 8), (4, 0), (7, 6), (5, 5)):
+            logits = session.round(ids[at : at + size])
+            assert torch.equal(logits, expected[at : at + size])
+            session.commit(accepted)
+            at += accepted
+        assert at == len(ids)
+
+
+def test_the_order_of_blocks_and_threads_decides_nothing(packs: dict[str, Path]) -> None:
+    ids, found = prompt(11, seed=3), []
+    for backward in (False, True):
+        with device_runtime(packs["default"], EmulatedDevice(backward=backward), expert_cache=5) as runtime:
+            found.append(transcript(runtime, ids, 2))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["sleep", "die", "abort"])
+def test_a_round_that_is_given_up_is_repeated_from_the_same_state(packs: dict[str, Path], kind: str) -> None:
+    ids = prompt(12, seed=4)
+    with device_runtime(packs["default"], expert_cache=0) as runtime:
+        rounds = runtime.rounds
+        assert rounds is not None
+        expected = transcript(runtime, ids, 1)
+        layers = len(runtime.model._blocks)  # type: ignore[attr-defined]
+        for exchange in (1, max(1, layers // 2), layers):
+            session = Session(runtime)
+            logits = session.read_prompt(ids)
+            token = int(logits.argmax())
+            rounds.limit_ms = 300
+            rounds.dispatch.conductor.plan_fault(kind, exchange, 700)  # type: ignore[arg-type]
+            with pytest.raises(RoundGivenUp):
+                session.round([token])
+            rounds.limit_ms = 20_000
+            assert torch.equal(session.round([token])[0], expected[1])
+            session.commit(1)
+
+
+def test_an_older_sequence_says_that_its_memory_is_gone(packs: dict[str, Path]) -> None:
+    with device_runtime(packs["default"]) as runtime:
+        old, new = Session(runtime), Session(runtime)
+        with pytest.raises(EngineError, match="another sequence"):
+            old.round([1])
+        assert old.keep_prefix_of([1, 2]) == 0
+        assert old.read_prompt([1, 2]) is not None
+        with pytest.raises(EngineError, match="another sequence"):
+            new.round([1])
