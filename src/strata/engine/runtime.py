@@ -38,6 +38,9 @@ from strata.memory.probe import Machine, probe_machine
 from strata.words import count_of
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from strata.checkpoint.pack_reader import PackReader
     from strata.engine.device_rounds import DeviceRounds
     from strata.experts.injection import FaultInjection
@@ -239,6 +242,10 @@ class Runtime:
     def end_round(self) -> None:
         """Lets swaps make progress; called after each decode round."""
         self._system.end_round()
+
+    def count_picks(self) -> NDArray[np.int64]:
+        """[layers, experts] rows that picked each expert since the start; between rounds only."""
+        return self._system.count_picks()
 
     def statistics(self) -> RuntimeStatistics:
         return RuntimeStatistics(self._ready_seconds, self._threads, self._system.statistics())

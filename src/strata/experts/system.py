@@ -87,6 +87,8 @@ class ExpertSystem:
         self._ring_loads = self._ring_unused = 0
         self._rounds: dict[int, int] = {}  # round number -> the table version it reads
         self._num_rounds = 0
+        self._picks = np.zeros(heat.shape, np.int64)  # since the start, and since the last adaptation
+        self._fresh_picks = np.zeros(heat.shape, np.int64)
         self._loaded_bytes = 0
         self._pcie_fraction, self._pcie_balance = pcie_fraction, pcie_balance
         self._device: DeviceDispatch | None = None
@@ -297,8 +299,20 @@ class ExpertSystem:
         counters.direct_bytes = counters.direct_runs = counters.staged_bytes = counters.file_bytes = 0
         self.mover.buffers.num_waits = 0
 
+    def count_picks(self) -> NDArray[np.int64]:
+        """[layers, experts] rows that picked each expert since the start; between rounds only."""
+        self._collect_picks()
+        return self._picks.copy()
+
+    def _collect_picks(self) -> None:
+        fresh = (self._device or self.dispatcher).take_picks()
+        self._picks += fresh
+        self._fresh_picks += fresh
+
     def _adapt(self) -> None:
-        self._heat = decay_counts(self._heat, (self._device or self.dispatcher).take_picks())
+        self._collect_picks()
+        self._heat = decay_counts(self._heat, self._fresh_picks)
+        self._fresh_picks = np.zeros_like(self._picks)
         room = min(self.plan.request.adapt_swaps, len(self.swaps.spares))
         busy = self.swaps.busy()
         for swap in choose_swaps(self._heat, self.store.in_vram(), room, self.plan.shape.draft_layers):
