@@ -114,6 +114,12 @@ class DeviceRounds:
         self._current = DeviceSequence(self)
         return self._current
 
+    def pretend(self, length: int) -> None:
+        """Fills the state as ``SequenceState.pretend`` says."""
+        self._settle()
+        self.state.pretend(length)
+        self._settle()
+
     def run(self, ids: Sequence[int], *, with_logits: bool) -> torch.Tensor | None:
         """One round of up to ``MAX_WINDOW`` rows; FP32 logits of its rows, in RAM. Raises ``RoundGivenUp``."""
         chosen = self._round(len(ids), with_logits=with_logits)
@@ -265,6 +271,10 @@ class DeviceSequence:
     def reset(self) -> None:
         self._check()
         self._rounds.state.reset()
+
+    def pretend(self, length: int) -> None:
+        self._check()
+        self._rounds.pretend(length)
 
     def _check(self) -> None:
         if not self.alive:

@@ -39,6 +39,9 @@ class TokenSequence(Protocol):
     def reset(self) -> None:
         """Forgets everything."""
 
+    def pretend(self, length: int) -> None:
+        """Takes so many made-up tokens as read (``SequenceState.pretend``)."""
+
 
 class HostSequence:
     """On the CPU: the model's own forward over a ``SequenceState``."""
@@ -60,3 +63,7 @@ class HostSequence:
 
     def reset(self) -> None:
         self._state = self._new_state()
+
+    def pretend(self, length: int) -> None:
+        self.reset()
+        self._state.pretend(length)

@@ -82,6 +82,12 @@ class Session:
         self.tokens = []
         self._recorded = []
 
+    def pretend(self, length: int) -> None:
+        """Takes ``length`` made-up tokens as read, for measuring rounds at a long position without a prompt."""
+        self.reset()
+        self._sequence.pretend(length)
+        self.tokens = [0] * length
+
     def keep_prefix_of(self, ids: Sequence[int]) -> int:
         """How many of ``ids`` need not be read again: all the session holds if ``ids`` goes on from it, else none.
 

@@ -72,6 +72,15 @@ class AttentionCache:
         self.v_PGD[start:end] = v_TGD.detach()
         return self.k_PGD[:end], self.v_PGD[:end]
 
+    def fill_randomly(self, length: int, seed: int) -> None:
+        """Normal numbers at the first ``length`` positions, the same for the same seed and device."""
+        generator = torch.Generator(self.k_PGD.device).manual_seed(seed)
+        parts = [self.k_PGD[:length], self.v_PGD[:length]]
+        if self.index is not None:
+            parts += [self.index.raw_PD[:length], self.index.key_BD[: length // self.index.block]]
+        for part in parts:
+            part.normal_(generator=generator)
+
     @property
     def nbytes(self) -> int:
         return self.k_PGD.nbytes + self.v_PGD.nbytes + (0 if self.index is None else self.index.nbytes)

@@ -191,6 +191,12 @@ class DeviceState:
         self.accepted = accepted
         self._recorded = 0
 
+    def pretend(self, length: int) -> None:
+        """See ``SequenceState``; the card must be idle."""
+        self.reset()
+        self._state.pretend(length)
+        self.length = length
+
     def reset(self) -> None:
         """An empty sequence. Keys and values of before lie behind its length and are never read."""
         self.length = self.accepted = self._recorded = 0

@@ -129,6 +129,18 @@ class SequenceState:
         self._recorded = 0
         self._written = False
 
+    def pretend(self, length: int) -> None:
+        """Takes a sequence of ``length`` made-up tokens as read: keys and values are random, recurrent state is empty.
+
+        For measuring rounds at a long position without reading a prompt of that length.
+        """
+        assert 0 <= length <= self.max_positions, (length, self.max_positions)
+        for layer, part in self.attention.items():
+            part.fill_randomly(length, layer)
+        self.length = length
+        self._recorded = 0
+        self._written = False
+
     def truncate(self, length: int) -> None:
         """Takes committed positions back. Only for a state that has nothing but attention."""
         assert not self.delta, "recurrent state cannot be rewound"
