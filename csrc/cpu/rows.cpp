@@ -10,13 +10,18 @@ namespace {
 
 struct PackedRows;
 
+// Outputs of one task of a product with many rows. Wide chunks read x seldom, narrow ones keep all threads busy to the end:
+// about eight tasks a thread.
+int64_t chunk_of(int64_t outputs_of_all_blocks) {
+  const int64_t wanted = outputs_of_all_blocks / (8 * pool_threads()) / 8 * 8;
+  return std::min(std::max<int64_t>(wanted, 32), kMostChunk);
+}
+
 // A product with many rows: x is cut into panels once for all outputs.
 int many_rows(const float* x, int64_t rows, const WeightRows& w, int64_t outputs, float* y) {
   const RowBlocks shape = packed_rows(w.columns);
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
-  // Wide chunks read x seldom, narrow ones keep all threads busy to the end: about eight tasks a thread.
-  const int64_t wanted = outputs * blocks / (8 * pool_threads()) / 8 * 8;
-  const int64_t chunk = std::min(std::max<int64_t>(wanted, 32), kMostChunk), chunks = (outputs + chunk - 1) / chunk;
+  const int64_t chunk = chunk_of(outputs * blocks), chunks = (outputs + chunk - 1) / chunk;
   float* packed = scratch<PackedRows>(blocks * shape.block);
   if (packed == nullptr) return no_scratch("linear");
   const int status = parallel(blocks, 1, [&](long begin, long end) {
@@ -33,6 +38,41 @@ int many_rows(const float* x, int64_t rows, const WeightRows& w, int64_t outputs
   });
 }
 
+struct CodesOfRows;
+struct UnitsOfRows;
+
+// A Q8_0 product: rows are coded once for all outputs, at most 2 * kSlabRows of them.
+int linear_q8(const float* x, int64_t rows, const WeightRows& w, int64_t outputs, float* y) {
+  const CodedShape shape = coded_shape(w.columns);
+  int16_t* codes = scratch<CodesOfRows, int16_t>(rows * shape.codes);
+  float* units = scratch<UnitsOfRows>(rows * shape.units);
+  if (codes == nullptr || units == nullptr) return no_scratch("linear");
+  const int status = over_rows(rows, w.columns, [&](long begin, long end) {
+    table().encode_rows(x + begin * w.columns, end - begin, w.columns, shape, codes + begin * shape.codes,
+                        units + begin * shape.units);
+  });
+  if (status != kOk) return status;
+  const CodedRows coded{codes, units, shape};
+  if (rows < kPackRows) {
+    // Slices of 32 outputs and more: shorter runs of memory are slower (rows_q8.h).
+    const int64_t grain = std::max<int64_t>(4, kProductsOfSlice / (4 * w.columns * (rows + 1)));
+    return parallel((outputs + 7) / 8, grain, [&](long begin, long end) {
+      table().linear_q8(coded, rows, w, begin * 8, std::min<int64_t>(end * 8, outputs), y, outputs);
+    });
+  }
+  const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
+  const int64_t chunk = chunk_of(outputs * blocks), chunks = (outputs + chunk - 1) / chunk;
+  const int64_t grain = at_least_one(kProductsOfSlice / (chunk * w.columns * std::min(rows, kBlockRows)));
+  return parallel(chunks * blocks, grain, [&](long begin, long end) {
+    for (long task = begin; task < end; task++) {
+      const int64_t t = task % blocks * kBlockRows, o = task / blocks * chunk;
+      const CodedRows here{codes + t * shape.codes, units + t * shape.units, shape};
+      table().linear_q8(here, std::min(rows - t, kBlockRows), w, o, std::min(o + chunk, outputs), y + t * outputs,
+                        outputs);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace strata
 
@@ -45,6 +85,14 @@ int strata_rows_linear(const float* x, int64_t rows, int format, const void* dat
                        int64_t outputs, int64_t columns, int64_t stride, float* y) {
   using namespace strata;
   const WeightRows w{format, data, scales, columns, stride, stride / 32, nullptr};
+  if (format == kQ8) {
+    for (int64_t t = 0; t < rows; t += 2 * kSlabRows) {
+      const int64_t count = std::min(2 * kSlabRows, rows - t);
+      const int status = linear_q8(x + t * columns, count, w, outputs, y + t * outputs);
+      if (status != kOk) return status;
+    }
+    return kOk;
+  }
   if (rows < kPackRows) {
     const int64_t grain = at_least_one(kProductsOfSlice / (8 * columns * (rows + 1)));
     return parallel((outputs + 7) / 8, grain, [&](long begin, long end) {

@@ -5,6 +5,7 @@
 //   - a sum over columns runs in 16 FP32 lanes, lane = column mod 16, in column order, one FMA a column, the last
 //     columns padded with zeros; the lanes are added by one tree: i + (i + 8), then + 4, + 2, + 1; a dense product does
 //     so for every 512 columns and adds these in order;
+//   - a Q8_0 product takes exact integer sums of four products into such lanes (rows_q8.h);
 //   - a sum over cache positions runs in list order within splits of 256 entries; four splits are folded in order
 //     into a run, the runs in order into the result;
 //   - functions (exp, sigmoid, silu, softplus) are our own polynomials with explicit FMA (rows_functions.h).
@@ -45,6 +46,21 @@ inline RowBlocks packed_rows(int64_t columns) {
   const int64_t row = kPanel + 16, panel = kBlockRows * row;
   return RowBlocks{row, panel, (columns + kPanel - 1) / kPanel * panel};
 }
+
+// Rows of x as a Q8_0 product reads them (rows_q8.h): codes of 16 bits, a unit for every 32 of them, and their strides.
+// Columns are padded to an even number of blocks; 32 more keep the panels of rows off the same cache sets.
+struct CodedShape {
+  int64_t codes, units;
+};
+inline CodedShape coded_shape(int64_t columns) {
+  const int64_t padded = (columns + 63) / 64 * 64;
+  return CodedShape{padded + 32, padded / 32};
+}
+struct CodedRows {
+  const int16_t* codes;
+  const float* units;
+  CodedShape shape;
+};
 
 constexpr int64_t kSplit = 256;       // list entries of one softmax split
 constexpr int64_t kRun = 4;           // splits of a run, the unit that threads share a long list by
@@ -121,6 +137,10 @@ struct RowsTable {
   void (*linear)(const float* x, const RowBlocks& shape, int64_t rows, const WeightRows& weight, int64_t first,
                  int64_t last, float* y, int64_t y_stride);
   void (*pack_rows)(const float* x, int64_t rows, int64_t columns, int64_t first, int64_t last, float* packed);
+  void (*encode_rows)(const float* x, int64_t rows, int64_t columns, const CodedShape& shape, int16_t* codes,
+                      float* units);
+  void (*linear_q8)(const CodedRows& x, int64_t rows, const WeightRows& weight, int64_t first, int64_t last, float* y,
+                    int64_t y_stride);
   void (*embedding)(const int64_t* ids, int64_t rows, const WeightRows& table, float* y);
   void (*rms_norm)(const float* x, const float* weight, float eps, int plus_one, int64_t rows, int64_t columns,
                    float* y);

@@ -11,6 +11,8 @@ constexpr int kWidth = 8;
 constexpr int kTileRows = 3;  // 3 x 4 tiles: 12 accumulators, 3 rows, 1 weight of 16 registers
 constexpr int kTileOutputs = 4;
 constexpr int kValueTile = 4;
+constexpr int kQ8Rows = 4;  // 4 x 2 tiles of one part: 8 accumulators, 4 weights, 2 of x
+constexpr int kQ8Outputs = 2;
 
 static inline __m256i mask_of(int count) {
   alignas(32) static const int32_t ones[16] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
@@ -58,6 +60,31 @@ static inline Lanes scale_by_power(Lanes p, Lanes magic) {
 static inline Lanes broadcast_half(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_set1_epi16(static_cast<int16_t>(*p)));
 }
+
+// Q8_0 products (rows_q8.h): a part is one block of a pair.
+struct Wide {
+  __m256i low, high;
+};
+static inline Wide widen(const int8_t* pair, int part) {
+  const __m128i* p = reinterpret_cast<const __m128i*>(pair + 32 * part);
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(p)), _mm256_cvtepi8_epi16(_mm_loadu_si128(p + 1))};
+}
+static inline Wide codes_at(const int16_t* pair, int part) {
+  const __m256i* p = reinterpret_cast<const __m256i*>(pair + 32 * part);
+  return {_mm256_loadu_si256(p), _mm256_loadu_si256(p + 1)};
+}
+static inline Lanes dot(const Wide& w, const Wide& x) {
+  return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_madd_epi16(w.low, x.low), _mm256_madd_epi16(w.high, x.high)));
+}
+static inline Lanes spread_pair(const float* factor, int part) { return _mm256_broadcast_ss(factor + part); }
+// Sixteen FP16 scales times sixteen units.
+static inline void half_products(const uint16_t* scales, const float* units, float* y) {
+  for (int i = 0; i < 16; i += 8) {
+    const __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + i)));
+    store(y + i, mul(scale, load(units + i)));
+  }
+}
+
 // Keeps a value in its register: the compiler would rather read it from memory again for each use.
 static inline void hold(Lanes& a) { asm("" : "+x"(a)); }
 

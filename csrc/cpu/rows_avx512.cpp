@@ -14,6 +14,8 @@ constexpr int kWidth = 16;
 constexpr int kTileRows = 6;  // 6 x 4 tiles: 24 accumulators, 6 rows, 1 weight of 32 registers
 constexpr int kTileOutputs = 4;
 constexpr int kValueTile = 4;
+constexpr int kQ8Rows = 4;  // 4 x 4 tiles: 16 accumulators, 8 weights, 2 of x
+constexpr int kQ8Outputs = 4;
 
 static inline __mmask16 mask_of(int count) {
   return count <= 0 ? 0 : (count >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << count) - 1));
@@ -57,6 +59,31 @@ static inline Lanes scale_by_power(Lanes p, Lanes magic) {
 }
 static inline Lanes broadcast_half(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<int16_t>(*p)));
+}
+
+// Q8_0 products (rows_q8.h): the only part is both blocks of a pair, the even one in the lower eight lanes.
+struct Wide {
+  __m512i low, high;  // the first sixteen columns of both blocks, the last sixteen
+};
+static inline __m512i load_codes(const int16_t* even) {
+  const __m256i* p = reinterpret_cast<const __m256i*>(even);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(p)), _mm256_loadu_si256(p + 2), 1);
+}
+static inline Wide widen(const int8_t* pair, int) {
+  const __m512i quarters = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 4, 5, 2, 3, 6, 7), _mm512_loadu_si512(pair));
+  return {_mm512_cvtepi8_epi16(_mm512_castsi512_si256(quarters)),
+          _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(quarters, 1))};
+}
+static inline Wide codes_at(const int16_t* pair, int) { return {load_codes(pair), load_codes(pair + 16)}; }
+static inline Lanes dot(const Wide& w, const Wide& x) {
+  return _mm512_cvtepi32_ps(_mm512_dpwssd_epi32(_mm512_madd_epi16(w.low, x.low), w.high, x.high));
+}
+static inline Lanes spread_pair(const float* factor, int) {
+  return _mm512_insertf32x8(_mm512_set1_ps(factor[0]), _mm256_set1_ps(factor[1]), 1);
+}
+// Sixteen FP16 scales times sixteen units.
+static inline void half_products(const uint16_t* scales, const float* units, float* y) {
+  store(y, mul(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales))), load(units)));
 }
 static inline void hold(Lanes& a) { asm("" : "+v"(a)); }
 

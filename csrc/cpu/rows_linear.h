@@ -2,12 +2,14 @@
 // added in order. Two paths with the same bits: up to 5 rows stream the weights once from memory with everything in
 // registers; more rows convert 8 outputs of a panel to FP32 in the first-level cache and run register tiles over it, so
 // that nothing but y waits between panels.
-//
-// Q8_0: weight * scale is exact in FP32 (8 x 11 significant bits), so a Q8_0 matrix gives the very bits of its
-// dequantised FP32 matrix.
+// Q8_0 matrices have a product of their own (rows_q8.h); as a table of an embedding their weights are int8 * scale, which is
+// exact in FP32 (8 x 11 significant bits).
 
 constexpr int kPanelStride = kPanel + 16;  // rows of a panel do not fall on the same cache sets
 constexpr int kPanelOutputs = 8;           // 8 x 512 x 4 = 16 KiB beside 3 rows x 2 KiB
+
+// How far ahead in bytes a product with few rows asks memory.
+constexpr int64_t kStreamAhead = 1024;
 
 static inline int64_t row_of(const WeightRows& w, int64_t o) { return w.index ? w.index[o] : o; }
 
@@ -56,9 +58,9 @@ struct RowQ8 {
   inline Lanes some(int64_t c, int count) const { return count > 0 ? at(c) : zero(); }
 };
 
-// y[n] of one row, n < N: the trees over `sum`, written (the first panel) or added.
+// y[n * step] of one row, n < N: the trees over `sum`, written (the first panel) or added.
 template <int N>
-static inline void write_sums(const Lanes (*sum)[kParts], bool begin, int limit, float* y) {
+static inline void write_sums(const Lanes (*sum)[kParts], bool begin, int limit, float* y, int64_t step = 1) {
   float tree[N];
   if constexpr (N == 4)
     sum_lanes_of_4(sum, tree);
@@ -67,19 +69,18 @@ static inline void write_sums(const Lanes (*sum)[kParts], bool begin, int limit,
   if (limit < N) {
     for (int n = 0; n < limit; n++) y[n] = begin ? tree[n] : y[n] + tree[n];
   } else if (begin) {
-    for (int n = 0; n < N; n++) y[n] = tree[n];
+    for (int n = 0; n < N; n++) y[n * step] = tree[n];
   } else {
-    for (int n = 0; n < N; n++) y[n] += tree[n];
+    for (int n = 0; n < N; n++) y[n * step] += tree[n];
   }
 }
 
-// R rows x N outputs straight from memory. A row is short for the processor's own prefetch (it restarts at each row:
-// 9.5 GB/s of 18 for Q8_0), so the row that follows N further on is asked for here (13).
+// R rows x N outputs, `step` rows of weights apart, straight from memory, which is asked for `ahead` elements further on.
 template <class Row, int R, int N>
-static inline void stream_tile(const float* x, int64_t x_stride, const WeightRows& w, int64_t o, float* y,
-                               int64_t y_stride) {
+static inline void stream_tile(const float* x, int64_t x_stride, const WeightRows& w, int64_t o, int64_t step,
+                               int64_t ahead, float* y, int64_t y_stride) {
   Row rows[N];
-  for (int n = 0; n < N; n++) rows[n] = Row(w, o + n);
+  for (int n = 0; n < N; n++) rows[n] = Row(w, o + n * step);
   for (int64_t panel = 0; panel < w.columns; panel += kPanel) {
     const int64_t end = w.columns - panel < kPanel ? w.columns : panel + kPanel;
     const int64_t whole = panel + (end - panel) / 32 * 32;
@@ -90,7 +91,7 @@ static inline void stream_tile(const float* x, int64_t x_stride, const WeightRow
     for (int64_t c = panel; c < whole; c += 32) {
       for (int n = 0; n < N; n++) {
         rows[n].enter(c / 32);
-        rows[n].fetch(c + N * w.stride);
+        rows[n].fetch(c + ahead);
       }
 #pragma GCC unroll 32
       for (int h = 0; h < 2 * kParts; h++) {
@@ -116,16 +117,22 @@ static inline void stream_tile(const float* x, int64_t x_stride, const WeightRow
         }
       }
     }
-    for (int r = 0; r < R; r++) write_sums<N>(sum[r], panel == 0, N, y + r * y_stride + o);
+    for (int r = 0; r < R; r++) write_sums<N>(sum[r], panel == 0, N, y + r * y_stride + o, step);
   }
 }
 
+// The processor's prefetch follows long runs of memory and starts anew at each gap. So outputs of one tile are far apart:
+// N runs that go on from row to row. Rows with gaps between them, or gathered ones, are taken side by side instead, and the
+// row that comes N further on is asked for.
 template <class Row, int R, int N>
 static void stream(const float* x, int64_t x_stride, const WeightRows& w, int64_t first, int64_t last, float* y,
                    int64_t y_stride) {
-  int64_t o = first;
-  for (; o + N <= last; o += N) stream_tile<Row, R, N>(x, x_stride, w, o, y, y_stride);
-  for (; o < last; o++) stream_tile<Row, R, 1>(x, x_stride, w, o, y, y_stride);
+  const bool runs = w.index == nullptr && w.stride < w.columns + 32;
+  const int64_t tiles = (last - first) / N, step = runs ? tiles : 1, next = runs ? 1 : N;
+  const int64_t ahead = runs ? kStreamAhead / static_cast<int64_t>(sizeof(*Row::p)) : N * w.stride;
+  for (int64_t i = 0; i < tiles; i++)
+    stream_tile<Row, R, N>(x, x_stride, w, first + i * next, step, ahead, y, y_stride);
+  for (int64_t o = first + N * tiles; o < last; o++) stream_tile<Row, R, 1>(x, x_stride, w, o, 1, ahead, y, y_stride);
 }
 
 // R rows x N outputs over one panel, one Lanes of the 16 lanes after the other, so that weights are converted once and
@@ -334,10 +341,8 @@ static void linear(const float* x, const RowBlocks& shape, int64_t rows, const W
                    int64_t last, float* y, int64_t y_stride) {
   if (w.format == kF32)
     linear_in<RowF32>(x, shape, rows, w, first, last, y, y_stride);
-  else if (w.format == kBf16)
-    linear_in<RowBf16>(x, shape, rows, w, first, last, y, y_stride);
   else
-    linear_in<RowQ8>(x, shape, rows, w, first, last, y, y_stride);
+    linear_in<RowBf16>(x, shape, rows, w, first, last, y, y_stride);
 }
 
 template <class Row>

@@ -14,6 +14,8 @@ constexpr int kWidth = 1;         // floats in one Lanes
 constexpr int kTileRows = 1;      // rows x outputs of the register tile
 constexpr int kTileOutputs = 1;
 constexpr int kValueTile = 1;     // Lanes of a value row that one attention tile holds
+constexpr int kQ8Rows = 2;        // rows x outputs of the register tile of a Q8_0 product
+constexpr int kQ8Outputs = 1;
 
 static inline Lanes zero() { return {0.0f}; }
 static inline Lanes broadcast(float x) { return {x}; }
@@ -64,6 +66,28 @@ static inline Lanes broadcast_half(const uint16_t* p) {
   return {bits_to_float(sign | ((exponent + 112) << 23) | (mantissa << 13))};
 }
 static inline void hold(Lanes&) {}
+
+// Q8_0 products (rows_q8.h): part h is one lane of a pair of blocks, columns 2i, 2i + 1, 16 + 2i, 17 + 2i of block h / 8.
+struct Wide {
+  int32_t w[4];
+};
+static inline int64_t first_column(int part) { return part / 8 * 32 + part % 8 * 2; }
+static inline Wide widen(const int8_t* pair, int part) {
+  const int8_t* p = pair + first_column(part);
+  return {{p[0], p[1], p[16], p[17]}};
+}
+static inline Wide codes_at(const int16_t* pair, int part) {
+  const int16_t* p = pair + first_column(part);
+  return {{p[0], p[1], p[16], p[17]}};
+}
+static inline Lanes dot(const Wide& w, const Wide& x) {
+  return {static_cast<float>(w.w[0] * x.w[0] + w.w[1] * x.w[1] + w.w[2] * x.w[2] + w.w[3] * x.w[3])};
+}
+static inline Lanes spread_pair(const float* factor, int part) { return {factor[part / 8]}; }
+// Sixteen FP16 scales times sixteen units.
+static inline void half_products(const uint16_t* scales, const float* units, float* y) {
+  for (int i = 0; i < 16; i++) y[i] = broadcast_half(scales + i).v * units[i];
+}
 
 // The tree over 16 lanes.
 static inline float sum_lanes(const Lanes* a) {

@@ -49,12 +49,14 @@ def checkpoint(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def packs(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """``exact``: BF16 experts, everything else FP32. ``default``: what ``strata pack`` makes."""
+    """``exact``: BF16 experts, everything else FP32. ``default``: what ``strata pack`` makes. ``experts``: its experts,
+    everything else FP32."""
     folder = tmp_path_factory.mktemp("packs")
     exact = PackOptions(experts="bf16", dense="f32", hyper="f32")
     return {
         "exact": pack_checkpoint(checkpoint, folder / "exact", find, exact),
         "default": pack_checkpoint(checkpoint, folder / "default", find),
+        "experts": pack_checkpoint(checkpoint, folder / "experts", find, PackOptions(dense="f32", hyper="f32")),
     }
 
 

@@ -11,11 +11,11 @@ import torch
 from strata.engine.engine import Engine
 from strata.engine.runtime import Runtime
 from strata.engine.session import Session, chunk_bounds
-from strata.kernels.ops import ExpertExecutor
+from strata.kernels.ops import ExpertExecutor, Matrix
 from strata.kernels.reference import ReferenceOps
 from strata.quant.blocks import dequantise
 from tests.engine.conftest import VOCABULARY, load
-from tests.kernels import expert_mirror
+from tests.kernels import expert_mirror, rows_mirror
 from tests.models.oracle import Pair, defined_ties, sample_ids, worst
 
 
@@ -86,25 +86,37 @@ class MirrorExperts:
         return torch.from_numpy(y.astype(np.float32))
 
 
+class MirrorOps(ReferenceOps):
+    """torch's operations, with activations of Q8_0 products rounded to 16 bits as their definition says."""
+
+    def linear(self, x_TI: torch.Tensor, weight_OI: Matrix) -> torch.Tensor:
+        if weight_OI.format == "q8_0":
+            rows = rows_mirror.coded(x_TI.reshape(-1, x_TI.shape[-1]).numpy())
+            x_TI = torch.from_numpy(rows).view(x_TI.shape)
+        return super().linear(x_TI, weight_OI)
+
+
 def reference_rows(engine: Engine, experts: ExpertExecutor, ids: list[int]) -> torch.Tensor:
     """The same model on torch's operations with the given experts."""
     runtime = engine._runtime
     state = runtime.model.new_state(len(ids), runtime.kv)
     with torch.no_grad():
-        rows = runtime.model.forward(ReferenceOps(), ids, state, experts, certain=True)
+        rows = runtime.model.forward(MirrorOps(), ids, state, experts, certain=True)
     assert rows is not None
     return rows
 
 
-def test_rounds_and_prompts_equal_the_mirror(packs: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("pack", "median"), [("experts", 1e-5), ("default", 1e-3)])
+def test_rounds_and_prompts_equal_the_mirror(packs: dict[str, Path], pack: str, median: float) -> None:
+    """A value that lies on a rounding border of an activation's code may fall to the other side after a change in the
+    last bit of FP32. With 8-bit codes alone all rows but a few are far from any. The 16-bit codes of Q8_0 products have
+    256 times as many borders, and what falls there (3e-5) reaches a border of 8 bits in some rows."""
     ids = prompt(60, seed=3)
-    with load(packs["default"], kv=32) as engine:
-        expected = reference_rows(engine, MirrorExperts(engine._runtime, packs["default"]), ids)
-        # A value that lies on a rounding border of an activation's code may fall to the other side after a change in
-        # the last bit of FP32; all rows but a few are far from any.
+    with load(packs[pack], kv=32) as engine:
+        expected = reference_rows(engine, MirrorExperts(engine._runtime, packs[pack]), ids)
         found = every_row(Session(engine._runtime), ids)
         errors = torch.tensor([worst(found[t], expected[t]) for t in range(len(ids))])
-        assert float(errors.median()) < 1e-5
+        assert float(errors.median()) < median
         assert float(errors.max()) < 3e-2
         assert torch.equal(Session(engine._runtime).read_prompt(ids), found[-1])
 

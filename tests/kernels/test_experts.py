@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -21,14 +19,6 @@ FORMATS: tuple[ExpertFormat, ...] = ("nvfp4", "q8_0", "bf16")
 LEVELS = ("scalar", "vector", pytest.param("avx512", marks=pytest.mark.avx512))
 
 Expert = tuple[QuantisedMatrix, QuantisedMatrix, QuantisedMatrix]
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    level, threads = library.isa(), pool.threads()
-    yield
-    library.select_isa(level)
-    pool.configure(threads)
 
 
 def levels_of(name: str) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,13 +13,6 @@ from strata.errors import ConfigError, EngineError
 from strata.kernels.cpu import library, pool
 from strata.kernels.cpu.experts import ExpertKernel, group_picks
 from strata.quant import ExpertLayout
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    threads = pool.threads()
-    yield
-    pool.configure(threads)
 
 
 def test_threads_take_cores_of_the_nodes_in_turn_then_their_second_threads() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,32 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.errors import EngineError
-from strata.kernels.cpu import library, pool
+from strata.kernels.cpu import pool
 from strata.kernels.cpu.ops import CpuOps
+from tests.kernels.levels import on_every_level, same_bits
 
 OPS = CpuOps()
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    level, threads = library.isa(), pool.threads()
-    yield
-    library.select_isa(level)
-    pool.configure(threads)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
-
-
-def on_every_level(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-    results = []
-    for level in library.available_isa_levels():
-        library.select_isa(level)
-        results.append(compute())
-    for result in results[1:]:
-        assert same_bits(results[0], result)
-    return results[-1]
 
 
 def make_cache(

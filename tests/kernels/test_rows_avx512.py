@@ -5,7 +5,7 @@ The other rows tests compare all levels that the processor has; these say by nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,13 +16,6 @@ from strata.kernels.ops import DeltaWeights, HyperWeights, Matrix, NgramWeights
 
 pytestmark = pytest.mark.avx512
 OPS = CpuOps()
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    level = library.isa()
-    yield
-    library.select_isa(level)
 
 
 def assert_same(compute: Callable[[], list[torch.Tensor]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,13 +12,6 @@ from strata.kernels.cpu import library
 
 FUNCTION = library.declare("strata_rows_function", ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
 NAMES = ("exp", "sigmoid", "silu", "softplus")
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    level = library.isa()
-    yield
-    library.select_isa(level)
 
 
 def native(name: str, x: np.ndarray) -> np.ndarray:

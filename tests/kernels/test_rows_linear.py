@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,34 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.errors import EngineError
-from strata.kernels.cpu import library, pool
+from strata.kernels.cpu import pool
 from strata.kernels.cpu.ops import CpuOps
 from strata.kernels.ops import Matrix
+from tests.kernels.levels import on_every_level, same_bits
+from tests.kernels.rows_mirror import q8_product
 
 OPS = CpuOps()
 FORMATS = ("f32", "bf16", "q8_0")
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    level, threads = library.isa(), pool.threads()
-    yield
-    library.select_isa(level)
-    pool.configure(threads)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
-
-
-def on_every_level(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-    results = []
-    for level in library.available_isa_levels():
-        library.select_isa(level)
-        results.append(compute())
-    for result in results[1:]:
-        assert same_bits(results[0], result)
-    return results[-1]
 
 
 def make_matrix(rows: int, columns: int, kind: str, seed: int) -> tuple[Matrix, np.ndarray]:
@@ -58,10 +36,16 @@ def make_matrix(rows: int, columns: int, kind: str, seed: int) -> tuple[Matrix, 
     return Matrix("q8_0", torch.from_numpy(codes), columns, torch.from_numpy(scales)), exact[:, :columns]
 
 
-def tolerance(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """Bound of 16 lanes: each lane adds columns/16 products, then 4 more additions, half an ulp each."""
+def tolerance(x: np.ndarray, w: np.ndarray, kind: str) -> np.ndarray:
+    """Bound of 16 lanes: each lane adds columns/16 products, then 4 more additions, half an ulp each; Q8_0 rounds each
+    block of 32 of x to 2^-15 of its largest, half a unit each."""
     magnitude = np.abs(x.astype(np.float64)) @ np.abs(w).T
-    return (x.shape[-1] / 16 + 6) * 2.0**-24 * magnitude + 1e-37
+    bound = (x.shape[-1] / 16 + 6) * 2.0**-24 * magnitude + 1e-37
+    if kind == "q8_0":
+        blocks = np.pad(np.abs(x.astype(np.float64)), ((0, 0), (0, -x.shape[-1] % 32))).reshape(len(x), -1, 32)
+        largest = np.repeat(blocks.max(-1), 32, -1)[:, : x.shape[-1]]
+        bound += 2.0**-15 * largest @ np.abs(w).T
+    return bound
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -70,7 +54,7 @@ def test_linear_is_the_float64_product(kind: str, outputs: int, columns: int) ->
     matrix, w = make_matrix(outputs, columns, kind, columns)
     x = np.random.default_rng(1).standard_normal((7, columns)).astype(np.float32)
     y = on_every_level(lambda: OPS.linear(torch.from_numpy(x), matrix)).double().numpy()
-    assert (np.abs(y - x.astype(np.float64) @ w.T) <= tolerance(x, w)).all()
+    assert (np.abs(y - x.astype(np.float64) @ w.T) <= tolerance(x, w, kind)).all()
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -128,15 +112,67 @@ def test_nothing_behind_a_row_is_read(kind: str, rows: int) -> None:
     x = np.random.default_rng(5).standard_normal((rows, columns)).astype(np.float32)
     poisoned[: rows * columns] = torch.from_numpy(x).flatten()
     y = on_every_level(lambda: OPS.linear(poisoned[: rows * columns].view(rows, columns), matrix))
-    assert (np.abs(y.double().numpy() - x.astype(np.float64) @ w.T) <= tolerance(x, w)).all()
+    assert (np.abs(y.double().numpy() - x.astype(np.float64) @ w.T) <= tolerance(x, w, kind)).all()
 
 
-def test_q8_gives_the_bits_of_its_dequantised_matrix() -> None:
-    matrix, w = make_matrix(33, 160, "q8_0", 6)
-    plain = Matrix("f32", torch.from_numpy(w.astype(np.float32)), 160)
-    assert (w.astype(np.float32) == w).all()  # 8 x 11 significant bits fit FP32
-    x = torch.randn(5, 160, generator=torch.Generator().manual_seed(6))
-    assert same_bits(OPS.linear(x, matrix), OPS.linear(x, plain))
+def q8_rows(rows: int, columns: int, seed: int) -> np.ndarray:
+    """Rows with blocks of every kind: Gaussian, one outlier, tiny, zero, at the edges of a power of two."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, columns)).astype(np.float32)
+    x *= np.repeat(10.0 ** rng.integers(-6, 5, (rows, -(-columns // 32))), 32, -1)[:, :columns]
+    x[:, ::37] *= 1000
+    x[0, :32] = 0
+    x[1, :32] = np.float32(2.0) - np.float32(2.0**-23)  # rounds up past the largest code
+    x[2, :32] = -2.0
+    x[3, :32] = np.float32(2.0**-113) * rng.standard_normal(min(32, columns))
+    return x
+
+
+@pytest.mark.parametrize("columns", [1, 32, 33, 64, 96, 100, 1024, 1025, 1056, 2080, 2560])
+def test_q8_gives_the_bits_of_the_mirror(columns: int) -> None:
+    matrix, _ = make_matrix(9, columns, "q8_0", 6)
+    assert matrix.scales is not None
+    matrix.data[0, :columns] = -128
+    x = q8_rows(6, columns, 6)
+    expected = q8_product(x, matrix.data.numpy(), matrix.scales.numpy())
+    y = on_every_level(lambda: OPS.linear(torch.from_numpy(x), matrix))
+    assert same_bits(y, torch.from_numpy(expected))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(1, 140), st.integers(1, 13), st.integers(1, 40), st.integers(0, 2**31))
+def test_q8_of_any_shape_gives_the_bits_of_the_mirror(columns: int, outputs: int, rows: int, seed: int) -> None:
+    matrix, _ = make_matrix(outputs, columns, "q8_0", seed)
+    assert matrix.scales is not None
+    x = q8_rows(max(rows, 4), columns, seed)[:rows]
+    expected = q8_product(x, matrix.data.numpy(), matrix.scales.numpy())
+    assert same_bits(on_every_level(lambda: OPS.linear(torch.from_numpy(x), matrix)), torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2.0**96, -(2.0**127)])
+def test_a_q8_row_beyond_its_range_is_nan(bad: float) -> None:
+    matrix, _ = make_matrix(11, 64, "q8_0", 12)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(12))
+    x[1, 40] = bad
+    x[3, 40] = 2.0**95  # the largest exponent that counts
+    y = on_every_level(lambda: torch.nan_to_num(OPS.linear(x, matrix), nan=3.0))
+    assert (y[1] == 3.0).all()
+    assert (y[[0, 2, 3, 4]] != 3.0).all()
+
+
+@pytest.mark.parametrize(("kind", "most"), [("gaussian", 4e-5), ("student", 6e-5), ("outliers", 8e-5)])
+def test_codes_of_sixteen_bits_cost_little(kind: str, most: float) -> None:
+    """Relative L2 error of the product from the codes of x alone."""
+    rng = np.random.default_rng(13)
+    x = rng.standard_t(3, (16, 2048)) if kind == "student" else rng.standard_normal((16, 2048))
+    x[:, ::100] *= 30 if kind == "outliers" else 1
+    x = x.astype(np.float32)
+    matrix, _ = make_matrix(256, 2048, "q8_0", 13)
+    assert matrix.scales is not None
+    matrix.scales.fill_(0.01)
+    exact = x.astype(np.float64) @ (matrix.data.double().numpy() * float(matrix.scales[0, 0])).T
+    error = OPS.linear(torch.from_numpy(x), matrix).double().numpy() - exact
+    assert np.linalg.norm(error) / np.linalg.norm(exact) < most
 
 
 def test_denormal_products_are_kept() -> None:

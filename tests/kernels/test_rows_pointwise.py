@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,30 +15,9 @@ from strata.errors import EngineError
 from strata.kernels.cpu import library, pool
 from strata.kernels.cpu.ops import CpuOps
 from strata.kernels.ops import Matrix, Ops
+from tests.kernels.levels import on_every_level, same_bits
 
 OPS = CpuOps()
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    level, threads = library.isa(), pool.threads()
-    yield
-    library.select_isa(level)
-    pool.configure(threads)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
-
-
-def on_every_level(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-    results = []
-    for level in library.available_isa_levels():
-        library.select_isa(level)
-        results.append(compute())
-    for result in results[1:]:
-        assert same_bits(results[0], result)
-    return results[-1]
 
 
 def row_by_row(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import numpy as np
 import pytest
 import torch
 
 from strata.errors import EngineError
-from strata.kernels.cpu import library, pool
+from strata.kernels.cpu import pool
 from strata.kernels.cpu.ops import CpuOps
 from strata.kernels.ops import HyperWeights, Matrix, NgramWeights
+from tests.kernels.levels import on_every_level, same_bits
 
 OPS = CpuOps()
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    level, threads = library.isa(), pool.threads()
-    yield
-    library.select_isa(level)
-    pool.configure(threads)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
-
-
-def on_every_level(compute: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-    results = []
-    for level in library.available_isa_levels():
-        library.select_isa(level)
-        results.append(compute())
-    for result in results[1:]:
-        assert all(same_bits(a, b) for a, b in zip(results[0], result, strict=True))
-    return results[-1]
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
