@@ -3,7 +3,8 @@
 Lives in ``kernels`` because an implementation is a set of kernels: ``reference`` (torch, FP32,
 differentiable, any device) and ``cpu`` (native, row-invariant, what a decode round and a CPU prompt
 run). Layers and models call these for all arithmetic, so one block order serves every implementation; with
-torch itself a layer only reshapes, slices and copies. Nothing here knows a model family or where an expert lies.
+torch itself a layer only makes views: a copy is an operation too. Nothing here knows a model family or where an expert
+lies.
 
 Legend of shape suffixes: T rows (tokens of a window or a chunk), H hidden width, I input width, O output
 width, V vocabulary, N query or value heads, G key/value heads, D head width, P cache positions, E experts, K top-k,
@@ -130,6 +131,14 @@ class Ops(Protocol):
     def linear(self, x_TI: torch.Tensor, weight_OI: Matrix) -> torch.Tensor:
         """y_TO = x W^T, FP32 activations; bias-free."""
 
+    def linears(self, x_TI: torch.Tensor, weights: Sequence[Matrix]) -> list[torch.Tensor]:
+        """``linear`` with each of several matrices over the same rows: the same bits, perhaps one launch."""
+
+    def gated_linear(
+        self, gate_TI: torch.Tensor, x_TI: torch.Tensor, weight_OI: Matrix, kind: Literal["sigmoid", "silu"]
+    ) -> torch.Tensor:
+        """y_TO = (kind(gate) * x) W^T: ``sigmoid_mul`` or ``silu_mul``, then ``linear``."""
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
         """x * rsqrt(mean(x^2) + eps) * (weight, or 1 + weight) over the last axis (any leading axes)."""
 
@@ -158,6 +167,12 @@ class Ops(Protocol):
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """x + y, elementwise."""
 
+    def add_gated(self, y_TH: torch.Tensor, gate_T1: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
+        """y + sigmoid(gate) * x, one gate a row."""
+
+    def split_heads(self, x_TX: torch.Tensor, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(first T x N x D, second T x (N*D)) of rows that hold, per head, D values of the first, then of the second."""
+
     def argmax(self, logits_TV: torch.Tensor) -> list[int]:
         """Per row the lowest id among the largest logits. A row with a NaN gives -1."""
 
@@ -165,6 +180,9 @@ class Ops(Protocol):
         """y_TH = (silu(x gate^T) * (x up^T)) down^T: a dense (shared) expert in one call."""
 
     # Hyper-connections -------------------------------------------------------------------------------------------
+
+    def start_streams(self, x_TH: torch.Tensor, streams: int) -> torch.Tensor:
+        """x_TSH: every stream starts as the embedding."""
 
     def hyper_mix(self, x_TSH: torch.Tensor, weights: HyperWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(u_TH, c_TS): what a block reads of the streams, and how strongly its output is written back.

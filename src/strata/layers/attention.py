@@ -39,26 +39,25 @@ class Attention:
 
     def forward(self, ops: Ops, x_TH: torch.Tensor, rows: Rows, cache: AttentionPart) -> torch.Tensor:
         """y_TH; writes the rows' keys and values into the cache at their positions."""
-        q_TND, gate_TX = self._queries(ops, x_TH)
+        projections = [self.query, self.key, self.value] + ([] if self.indexer is None else [self.indexer.key])
+        q_TX, k_TX, v_TX, *raw = ops.linears(x_TH, projections)
+        gate_TX = None
+        if self.gated:
+            q_TND, gate_TX = ops.split_heads(q_TX, self.heads, self.width)
+        else:
+            q_TND = q_TX.view(-1, self.heads, self.width)
         q_TND = ops.rms_norm(q_TND, self.query_norm_D, self.eps, plus_one=self.plus_one)
-        k_TGD = ops.linear(x_TH, self.key).view(-1, self.kv_heads, self.width)
+        k_TGD, v_TGD = k_TX.view(-1, self.kv_heads, self.width), v_TX.view(-1, self.kv_heads, self.width)
         k_TGD = ops.rms_norm(k_TGD, self.key_norm_D, self.eps, plus_one=self.plus_one)
-        v_TGD = ops.linear(x_TH, self.value).view(-1, self.kv_heads, self.width)
         q_TND, k_TGD = ops.rope(q_TND, rows.cos_TR, rows.sin_TR), ops.rope(k_TGD, rows.cos_TR, rows.sin_TR)
         k_PGD, v_PGD = cache.append(rows.start, k_TGD, v_TGD)
         scale = self.width**-0.5
         if self.indexer is None:
             o_TND = ops.attention(q_TND, k_PGD, v_PGD, rows.start, scale)
         else:
-            blocks_TM = self.indexer.forward(ops, x_TH, rows, cache)
+            blocks_TM = self.indexer.forward(ops, x_TH, raw[0], rows, cache)
             o_TND = ops.sparse_attention(q_TND, k_PGD, v_PGD, rows.start, scale, blocks_TM, self.indexer.block)
         o_TX = o_TND.reshape(o_TND.shape[0], -1)
-        return ops.linear(o_TX if gate_TX is None else ops.sigmoid_mul(gate_TX, o_TX), self.output)
-
-    def _queries(self, ops: Ops, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q = ops.linear(x_TH, self.query)
-        if not self.gated:
-            return q.view(-1, self.heads, self.width), None
-        q_TN2D = q.view(-1, self.heads, 2, self.width)
-        gate_TX = q_TN2D[:, :, 1].reshape(-1, self.heads * self.width)
-        return q_TN2D[:, :, 0].contiguous(), gate_TX
+        if gate_TX is None:
+            return ops.linear(o_TX, self.output)
+        return ops.gated_linear(gate_TX, o_TX, self.output, "sigmoid")

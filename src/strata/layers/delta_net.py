@@ -34,11 +34,9 @@ class DeltaNet:
 
     def forward(self, ops: Ops, x_TH: torch.Tensor, rows: Rows, state: DeltaPart) -> torch.Tensor:
         """y_TH; folds what was accepted before, records these rows (or, if certain, advances the state by them)."""
-        qkv_TC = ops.linear(x_TH, self.qkv)
-        b_TN, a_TN = ops.linear(x_TH, self.beta), ops.linear(x_TH, self.decay)
+        qkv_TC, z_TX, b_TN, a_TN = ops.linears(x_TH, [self.qkv, self.z, self.beta, self.decay])
         q_TGD, recorded = ops.delta_inputs(qkv_TC, state.tail.rows_UC, b_TN, a_TN, self.weights)
         o_TNV = ops.gated_delta(q_TGD, recorded, state.state_NDV, state.pending, write=rows.certain)
         state.record(qkv_TC, recorded, written=rows.certain)
-        z_TNV = ops.linear(x_TH, self.z).view(o_TNV.shape)
-        o_TNV = ops.gated_norm(o_TNV, z_TNV, self.norm_V, self.eps, self.gate)
+        o_TNV = ops.gated_norm(o_TNV, z_TX.view(o_TNV.shape), self.norm_V, self.eps, self.gate)
         return ops.linear(o_TNV.reshape(o_TNV.shape[0], -1), self.output)

@@ -12,12 +12,7 @@ import torch
 
 from strata.kernels.ops import HyperWeights, Ops
 
-__all__ = ["hyper_connected", "start_streams"]
-
-
-def start_streams(x_TH: torch.Tensor, streams: int) -> torch.Tensor:
-    """x_TSH: every stream starts as the embedding."""
-    return x_TH.unsqueeze(1).repeat(1, streams, 1)
+__all__ = ["hyper_connected"]
 
 
 def hyper_connected(

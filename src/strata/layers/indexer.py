@@ -32,11 +32,14 @@ class Indexer:
     block: int
     top_blocks: int
 
-    def forward(self, ops: Ops, x_TH: torch.Tensor, rows: Rows, cache: AttentionPart) -> torch.Tensor | None:
-        """blocks_TM for ``Ops.sparse_attention``, None while every row sees at most ``top_blocks`` complete blocks."""
+    def forward(
+        self, ops: Ops, x_TH: torch.Tensor, raw_TD: torch.Tensor, rows: Rows, cache: AttentionPart
+    ) -> torch.Tensor | None:
+        """blocks_TM for ``Ops.sparse_attention``, None while every row sees at most ``top_blocks`` complete blocks.
+        ``raw_TD`` is ``linear(x, key)``, projected together with the layer's keys and values."""
         index = cache.index
         assert index is not None
-        positions, raw_BJD = index.append(rows.start, ops.linear(x_TH, self.key))
+        positions, raw_BJD = index.append(rows.start, raw_TD)
         if len(positions):
             cos_BR, sin_BR = rows.rope.at(positions)
             key_BD = ops.index_block_keys(raw_BJD, self.key_norm_D, self.eps, cos_BR, sin_BR)

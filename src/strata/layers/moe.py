@@ -24,9 +24,6 @@ class SharedExpert:
     down: Matrix
     weight: Matrix
 
-    def forward(self, ops: Ops, x_TH: torch.Tensor) -> torch.Tensor:
-        return ops.sigmoid_mul(ops.linear(x_TH, self.weight), ops.swiglu(x_TH, self.gate, self.up, self.down))
-
 
 @dataclass(frozen=True, eq=False)
 class MixtureOfExperts:
@@ -40,6 +37,14 @@ class MixtureOfExperts:
 
     def forward(self, ops: Ops, x_TH: torch.Tensor, experts: ExpertExecutor) -> torch.Tensor:
         """y_TH: routed experts in router order, then the shared expert."""
-        ids_TK, weights_TK = ops.router(ops.linear(x_TH, self.router), self.top_k, renormalise=self.renormalise)
-        y_TH = experts(self.layer, x_TH, ids_TK, weights_TK)
-        return y_TH if self.shared is None else ops.add(y_TH, self.shared.forward(ops, x_TH))
+        shared = self.shared
+        if shared is None:
+            return self._routed(ops, x_TH, ops.linear(x_TH, self.router), experts)
+        projections = [self.router, shared.weight, shared.gate, shared.up]
+        logits_TE, weight_T1, gate_TI, up_TI = ops.linears(x_TH, projections)
+        y_TH = self._routed(ops, x_TH, logits_TE, experts)
+        return ops.add_gated(y_TH, weight_T1, ops.gated_linear(gate_TI, up_TI, shared.down, "silu"))
+
+    def _routed(self, ops: Ops, x_TH: torch.Tensor, logits_TE: torch.Tensor, experts: ExpertExecutor) -> torch.Tensor:
+        ids_TK, weights_TK = ops.router(logits_TE, self.top_k, renormalise=self.renormalise)
+        return experts(self.layer, x_TH, ids_TK, weights_TK)

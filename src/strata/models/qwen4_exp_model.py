@@ -22,7 +22,7 @@ from strata.kvcache.sequence_state import NgramState, SequenceState
 from strata.kvcache.training_state import PassingCache, PassingDelta, PassingIndex, PassingNgram, TrainingState
 from strata.layers.attention import Attention
 from strata.layers.delta_net import DeltaNet
-from strata.layers.hyper_connection import hyper_connected, start_streams
+from strata.layers.hyper_connection import hyper_connected
 from strata.layers.indexer import Indexer
 from strata.layers.moe import MixtureOfExperts, SharedExpert
 from strata.layers.ngram import NgramEmbedding, TensorTable
@@ -139,7 +139,7 @@ class Qwen4Exp:
     ) -> torch.Tensor:
         """x_TSH after the last block: what ``head`` and the draft block read."""
         rows = take_rows(self.rope, ids, state, certain=certain)
-        x_TSH = start_streams(ops.embedding(ids, self.embedding), self.config.streams)
+        x_TSH = ops.start_streams(ops.embedding(ids, self.embedding), self.config.streams)
         for block in self._blocks:
             x_TSH = block.forward(ops, x_TSH, rows, state, experts)
         return x_TSH

@@ -17,7 +17,6 @@ from strata.kvcache.attention_cache import KvFormat
 from strata.kvcache.parts import StateParts
 from strata.kvcache.sequence_state import SequenceState
 from strata.kvcache.training_state import PassingCache, PassingIndex, TrainingState
-from strata.layers.hyper_connection import start_streams
 from strata.layers.rows import take_rows
 from strata.models.qwen4_exp_model import build_block, build_mixer, new_attention_cache
 from strata.models.weight_view import WeightView
@@ -66,6 +65,6 @@ class DraftBlock:
         embedded = ops.linear(ops.rms_norm(embedded, self._embedding_norm_H, eps, plus_one=True), self._embedding)
         normed_TSH = ops.rms_norm(x_TSH, self._hidden_norm_H, eps, plus_one=True)
         hidden_TSH = ops.linear(normed_TSH.reshape(-1, x_TSH.shape[-1]), self._hidden).view(x_TSH.shape)
-        x_TSH = ops.add(hidden_TSH, start_streams(embedded, streams))
+        x_TSH = ops.add(hidden_TSH, ops.start_streams(embedded, streams))
         x_TSH = self._block.forward(ops, x_TSH, rows, state, experts)
         return self._model.head(ops, x_TSH, self._mixer), x_TSH

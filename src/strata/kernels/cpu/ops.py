@@ -7,6 +7,7 @@ instruction set (csrc/cpu/rows.h says how). It must not know a model family or a
 
 from __future__ import annotations
 
+from strata.kernels.composed import ComposedOps
 from strata.kernels.cpu.attention_ops import AttentionOps
 from strata.kernels.cpu.delta_ops import DeltaOps
 from strata.kernels.cpu.row_ops import RowOps
@@ -15,7 +16,7 @@ from strata.kernels.cpu.stream_ops import StreamOps
 __all__ = ["CpuOps"]
 
 
-class CpuOps(RowOps, AttentionOps, StreamOps, DeltaOps):
+class CpuOps(RowOps, AttentionOps, StreamOps, DeltaOps, ComposedOps):
     """The native implementation of ``strata.kernels.ops.Ops``. Stateless; calls may come from any thread.
 
     Shapes that do not agree, types other than FP32 (BF16 in caches) and widths that the kernels do not hold raise

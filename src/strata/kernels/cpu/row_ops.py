@@ -134,6 +134,3 @@ class RowOps:
         ids = (c_int64 * rows)()
         check(CALLS.argmax(logits_TV.data_ptr(), rows, columns, ids))
         return list(ids)
-
-    def swiglu(self, x_TH: torch.Tensor, gate_IH: Matrix, up_IH: Matrix, down_HI: Matrix) -> torch.Tensor:
-        return self.linear(self.silu_mul(self.linear(x_TH, gate_IH), self.linear(x_TH, up_IH)), down_HI)

@@ -42,19 +42,6 @@ extern "C" __global__ void index_block_keys(const float* raw, const float* weigh
                   keys + b * width);
 }
 
-// Keys of the blocks that the window's rows complete, in the cache of all: raw P x D, keys B x D, tables P x R. Grid
-// (blocks that T rows can complete), a warp each.
-extern "C" __global__ void finish_blocks(Inputs inputs, const float* raw, const float* weight, float eps,
-                                         const float* cosines, const float* sines, int rows, int members, int width,
-                                         int half, int blocks, float* keys) {
-    device::wait_for_previous();
-    const int start = *inputs.position;
-    const long long b = start / members + blockIdx.x;
-    if (b < min((start + rows) / members, blocks))
-        block_key(raw + b * members * width, members, weight, eps, cosines + b * members * half,
-                  sines + b * members * half, width, half, keys + b * width);
-}
-
 // scores[t, b] = sum over heads rising of relu(q . key); NaN stays. A warp a block and row; order of a dot product: a
 // lane's columns l, l + 32, ... rising, then the tree. Rows that see at most `top` blocks have none computed.
 extern "C" __global__ void block_scores(Inputs inputs, const float* q, const float* keys, int rows, int heads, int width,

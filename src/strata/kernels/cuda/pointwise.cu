@@ -80,17 +80,6 @@ extern "C" __global__ void start_streams(const float* x, int rows, int streams, 
         y[i] = x[i / (streams * columns) * columns + i % columns];
 }
 
-// Rows position .. position + T - 1 of a table, the last row past its end.
-extern "C" __global__ void rows_at_position(Inputs inputs, const float* table, int positions, int rows, int columns,
-                                            float* y) {
-    device::wait_for_previous();
-    const int start = *inputs.position;
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < rows * columns; i += gridDim.x * blockDim.x) {
-        const long long position = max(0, min(start + i / columns, positions - 1));
-        y[i] = table[position * columns + i % columns];
-    }
-}
-
 // The top_k of E logits by (logit descending, id ascending), NaN last, and their softmax weights. A warp a row, kOwn
 // logits a lane; lane l holds ids l, l + 32, ... Order of the softmax's sum: a lane's ids rising, then the warp's tree.
 template <int kOwn>

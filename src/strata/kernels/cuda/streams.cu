@@ -169,9 +169,9 @@ __device__ void mix_up(const Mixer& m, int padded, float* d) {
     }
 
 STRATA_MIXER(1, 2, 4, 2, 1)
-STRATA_MIXER(2, 2, 4, 2, 1)
-STRATA_MIXER(4, 2, 4, 1, 2)
-STRATA_MIXER(8, 2, 4, 1, 2)
+STRATA_MIXER(2, 2, 4, 1, 1)
+STRATA_MIXER(4, 2, 2, 1, 1)
+STRATA_MIXER(8, 2, 1, 1, 1)
 
 // x_s + c_s * y.
 extern "C" __global__ void hyper_add(const float* x, const float* c, const float* y, int rows, int streams, int columns,

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
+from strata.kernels.composed import ComposedOps
 from strata.kernels.ops import DeltaRows, DeltaWeights, HyperWeights, Matrix, NgramWeights
 from strata.kernels.reference import sparse
 from strata.kernels.reference.delta import chunked_delta, recurrent_delta
@@ -33,7 +34,7 @@ def dense_weight(matrix: Matrix) -> torch.Tensor:
     return blocks.flatten(1)[:, : matrix.columns]
 
 
-class ReferenceOps:
+class ReferenceOps(ComposedOps):
     """See ``Ops``. Stateless; one instance may serve any number of models and threads."""
 
     name = "reference"
@@ -87,9 +88,6 @@ class ReferenceOps:
         lowest = torch.where(logits_TV == largest, ids, width).amin(-1)
         found: list[int] = torch.where(lowest == width, -1, lowest).tolist()
         return found
-
-    def swiglu(self, x_TH: torch.Tensor, gate_IH: Matrix, up_IH: Matrix, down_HI: Matrix) -> torch.Tensor:
-        return self.linear(self.silu_mul(self.linear(x_TH, gate_IH), self.linear(x_TH, up_IH)), down_HI)
 
     def hyper_mix(self, x_TSH: torch.Tensor, weights: HyperWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
         streams = x_TSH.shape[1]

@@ -1,0 +1,133 @@
+"""Attention over a cache, over selected blocks, and the selection, recorded: launches of attention.cu and index.cu.
+
+A part of ``CudaOps`` (ops.py), apart to keep files short. ``start`` arguments are not looked at: the position is
+``RoundInputs.position``, and caches are passed whole. It must not know models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from strata.errors import EngineError
+from strata.kernels.cuda.recorder import Recorder, agree, blocks_of
+
+__all__ = ["AttentionOps"]
+
+CUT = 256  # entries of a list of positions that are joined first
+HEADS = 4  # query heads of a block
+WIDEST = 256
+THREADS = 256
+SHARED = (HEADS + THREADS // 32 * HEADS) * WIDEST * 4
+SELECT_THREADS = 1024
+
+
+class _Shape(ctypes.Structure):
+    """``Shape`` of attention.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("q", "k", "v", "blocks", "sums", "values", "counts")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("is_bf16", "heads", "kv_heads", "width", "listed", "block", "positions", "cuts")
+        ),
+        ("scale", ctypes.c_float),
+        ("unused", ctypes.c_int),
+    )
+
+
+class AttentionOps(Recorder):
+    """See ``strata.kernels.ops.Ops``, whose methods these are."""
+
+    def attention(
+        self, q_TND: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor, start: int, scale: float
+    ) -> torch.Tensor:
+        return self._attend(q_TND, k_PGD, v_PGD, scale, None, 1)
+
+    def sparse_attention(
+        self,
+        q_TND: torch.Tensor,
+        k_PGD: torch.Tensor,
+        v_PGD: torch.Tensor,
+        start: int,
+        scale: float,
+        blocks_TM: torch.Tensor | None,
+        block: int,
+    ) -> torch.Tensor:
+        return self._attend(q_TND, k_PGD, v_PGD, scale, blocks_TM, block)
+
+    def _attend(
+        self,
+        q_TND: torch.Tensor,
+        k_PGD: torch.Tensor,
+        v_PGD: torch.Tensor,
+        scale: float,
+        blocks_TM: torch.Tensor | None,
+        block: int,
+    ) -> torch.Tensor:
+        rows, (_, heads, width) = self.rows_of(q_TND), q_TND.shape
+        positions, kv_heads, _ = k_PGD.shape
+        _check_cache(k_PGD, v_PGD, width)
+        listed, longest = 0, positions
+        if blocks_TM is not None:
+            agree("sparse_attention lists", (blocks_TM.dtype, blocks_TM.shape[0]), (torch.int32, rows))
+            listed = int(blocks_TM.shape[1])
+            longest = min(positions, listed * block + block - 1)
+        cuts = blocks_of(longest, CUT)
+        out_TND = self.empty(rows, heads, width)
+        shape = _Shape(
+            q=self.address(q_TND), k=self.address(k_PGD), v=self.address(v_PGD), blocks=self.address(blocks_TM),
+            sums=self.address(self.scratch("cut sums", rows, heads, cuts, 2)),
+            values=self.address(self.scratch("cut values", rows, heads, cuts, width)),
+            counts=self.address(self.scratch("cut counts", rows, dtype=torch.int32)),
+            is_bf16=int(k_PGD.dtype == torch.bfloat16), heads=heads, kv_heads=kv_heads, width=width, listed=listed,
+            block=block, positions=positions, cuts=cuts, scale=scale,
+        )  # fmt: skip
+        groups = kv_heads * blocks_of(heads // kv_heads, HEADS)
+        at_once = min(cuts, max(1, 8 * self.program.multiprocessors // groups))
+        self.program.launch("attention.attend", (at_once, groups, rows), THREADS, self.inputs, shape, shared=SHARED)
+        self.program.launch("attention.attend_combine", (heads, rows), THREADS, shape, out_TND)
+        return out_TND
+
+    def index_block_keys(
+        self, raw_BJD: torch.Tensor, weight_D: torch.Tensor, eps: float, cos_BR: torch.Tensor, sin_BR: torch.Tensor
+    ) -> torch.Tensor:
+        blocks, members, width = raw_BJD.shape
+        half = cos_BR.shape[-1]
+        agree("index_block_keys tables", (tuple(cos_BR.shape), tuple(sin_BR.shape)), ((blocks, half),) * 2)
+        agree("index_block_keys width", (weight_D.numel(), 2 * half <= width), (width, True))
+        key_BD = self.empty(blocks, width)
+        self.program.launch(
+            "index.index_block_keys", (blocks_of(blocks, 4),), 128,
+            raw_BJD, weight_D, eps, cos_BR, sin_BR, blocks, members, width, half, key_BD,
+        )  # fmt: skip
+        return key_BD
+
+    def select_blocks(
+        self, q_TND: torch.Tensor, key_BD: torch.Tensor, start: int, block: int, top_blocks: int
+    ) -> torch.Tensor:
+        rows, (_, heads, width) = self.rows_of(q_TND), q_TND.shape
+        blocks = int(key_BD.shape[0])
+        agree("select_blocks width", (key_BD.shape[1], width <= WIDEST), (width, True))
+        scores_TB = self.scratch("block scores", rows, max(1, blocks))
+        ids_TM = self.empty(rows, top_blocks, dtype=torch.int32)
+        self.program.launch(
+            "index.block_scores", (self.stride_blocks(blocks, THREADS // 32),), THREADS,
+            self.inputs, q_TND, key_BD, rows, heads, width, block, top_blocks, blocks, scores_TB,
+            shared=rows * heads * width * 4,
+        )  # fmt: skip
+        self.program.launch(
+            "index.select_blocks", (rows,), SELECT_THREADS, self.inputs, scores_TB, block, top_blocks, blocks, ids_TM
+        )
+        return ids_TM
+
+
+def _check_cache(k_PGD: torch.Tensor, v_PGD: torch.Tensor, width: int) -> None:
+    agree("shapes of keys and values", k_PGD.shape, v_PGD.shape)
+    agree("types of keys and values", k_PGD.dtype, v_PGD.dtype)
+    agree("widths of queries and keys", width, k_PGD.shape[2])
+    if k_PGD.dtype not in (torch.float32, torch.bfloat16):
+        raise EngineError(f"a cache of {k_PGD.dtype}: float32 and bfloat16 are read")
+    if width > WIDEST:
+        raise EngineError(f"heads of {width} columns, at most {WIDEST} are read")

@@ -1,0 +1,79 @@
+"""What the recording operations share: the program, the round's inputs, scratch memory, sizes of grids.
+
+A part of ``CudaOps`` (ops.py), apart to keep files short. It must not know models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+
+from strata.errors import EngineError
+from strata.kernels.cuda.program import MAX_WINDOW, Address, Program, RoundInputs
+
+__all__ = ["Recorder", "agree", "blocks_of"]
+
+_WAVES = 4  # blocks of a multiprocessor that a grid-stride launch asks for at most
+
+
+class _Inputs(ctypes.Structure):
+    """``Inputs`` of rows.h."""
+
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("ids", "position", "accepted"))
+
+
+def agree(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise EngineError(f"{what}: {found} and {expected} do not agree")
+
+
+def blocks_of(count: int, threads: int) -> int:
+    return max(1, -(-count // threads))
+
+
+class Recorder:
+    """Appends launches to ``program``. ``shared_bytes``: shared memory that one block may use."""
+
+    def __init__(self, program: Program, inputs: RoundInputs, shared_bytes: int = 48 << 10) -> None:
+        self.program = program
+        self.shared_bytes = shared_bytes
+        self._round_inputs = inputs
+        self._scratch: dict[str, torch.Tensor] = {}
+        self.inputs = _Inputs(inputs.ids.data_ptr(), inputs.position.data_ptr(), inputs.accepted.data_ptr())
+        program.kept += [inputs.ids, inputs.position, inputs.accepted]
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self.program.empty(*shape, dtype=dtype)
+
+    def scratch(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Memory that is dead after the launches of one operation: launches run in order, so all share it."""
+        count = math.prod(shape)
+        found = self._scratch.get(name)
+        if found is None or found.numel() < count:
+            found = self._scratch[name] = self.empty(count, dtype=dtype)
+        return found[:count].view(shape)
+
+    def address(self, tensor: torch.Tensor | None) -> int:
+        """For a structure's field; the tensor is kept as long as the program. None is a null pointer."""
+        if tensor is None:
+            return 0
+        assert tensor.is_contiguous(), f"a tensor of stride {tensor.stride()}"
+        self.program.kept.append(tensor)
+        return tensor.data_ptr()
+
+    @staticmethod
+    def pointer(address: int | None) -> Address:
+        """An address as an argument of a launch."""
+        return Address(address or 0)
+
+    def rows_of(self, x: torch.Tensor) -> int:
+        rows = int(x.shape[0])
+        if not 1 <= rows <= MAX_WINDOW:
+            raise EngineError(f"a recorded round of {rows} rows: 1 to {MAX_WINDOW} are recorded")
+        return rows
+
+    def stride_blocks(self, count: int, threads: int) -> int:
+        """Blocks of a launch whose threads stride over ``count`` elements."""
+        return min(blocks_of(count, threads), self.program.multiprocessors * _WAVES)

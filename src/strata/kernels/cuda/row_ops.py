@@ -1,0 +1,108 @@
+"""The operations that every family uses besides products, recorded: launches of pointwise.cu.
+
+A part of ``CudaOps`` (ops.py), apart to keep files short. It must not know models.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from strata.errors import EngineError
+from strata.kernels.cuda.recorder import Recorder, agree, blocks_of
+
+__all__ = ["RowOps"]
+
+THREADS = 256
+NARROW = 1024  # columns up to which a warp takes a row of a norm
+MOST_EXPERTS = 64 * 32
+ARGMAX_COLUMNS = 4096  # of a part
+
+
+class RowOps(Recorder):
+    """See ``strata.kernels.ops.Ops``, whose methods these are."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
+        columns = int(x.shape[-1])
+        agree("rms_norm width", weight.numel(), columns)
+        y = self.empty(*x.shape)
+        rows = x.numel() // columns
+        blocks = blocks_of(rows, THREADS // 32) if columns <= NARROW else rows
+        self.program.launch("pointwise.rms_norm", (blocks,), THREADS, x, weight, eps, float(plus_one), rows, columns, y)
+        return y
+
+    def rope(self, x_TND: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
+        rows, heads, width = x_TND.shape
+        half = cos_TR.shape[-1]
+        agree("rope tables", (tuple(cos_TR.shape), tuple(sin_TR.shape)), ((rows, half), (rows, half)))
+        if 2 * half > width:
+            raise EngineError(f"rope of {2 * half} columns in heads of {width}")
+        y_TND = self.empty(rows, heads, width)
+        self.program.launch(
+            "pointwise.rope", (self.stride_blocks(x_TND.numel(), THREADS),), THREADS,
+            x_TND, cos_TR, sin_TR, rows, heads, width, half, y_TND,
+        )  # fmt: skip
+        return y_TND
+
+    def router(self, logits_TE: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, experts = logits_TE.shape
+        if not 1 <= top_k <= experts <= MOST_EXPERTS:
+            raise EngineError(f"top {top_k} of {experts} experts, at most {MOST_EXPERTS} are routed")
+        ids_TK, weights_TK = self.empty(rows, top_k, dtype=torch.int32), self.empty(rows, top_k)
+        self.program.launch(
+            "pointwise.router", (rows,), 32, logits_TE, experts, top_k, int(renormalise), ids_TK, weights_TK
+        )
+        return ids_TK, weights_TK
+
+    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return self._pairwise(0, gate, up)
+
+    def sigmoid_mul(self, gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self._pairwise(1, gate, x) if gate.shape == x.shape else self._scale(gate, x, None)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self._pairwise(2, x, y)
+
+    def add_gated(self, y_TH: torch.Tensor, gate_T1: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
+        agree("add_gated shapes", y_TH.shape, x_TH.shape)
+        return self._scale(gate_T1, x_TH, y_TH)
+
+    def split_heads(self, x_TX: torch.Tensor, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = x_TX.shape[0]
+        agree("split_heads width", x_TX.shape[1], 2 * heads * width)
+        first_TND, second_TX = self.empty(rows, heads, width), self.empty(rows, heads * width)
+        self.program.launch(
+            "pointwise.split_heads", (self.stride_blocks(x_TX.numel(), THREADS),), THREADS,
+            x_TX, x_TX.numel(), width, first_TND, second_TX,
+        )  # fmt: skip
+        return first_TND, second_TX
+
+    def argmax(self, logits_TV: torch.Tensor) -> list[int]:
+        """Raises ``EngineError``: a recorded operation has no value yet. ``argmax_rows`` is its recorded form."""
+        raise EngineError("argmax of a recorded round is read from argmax_rows after the round")
+
+    def argmax_rows(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        """int32 T: per row the lowest id among the largest logits, -1 for a row with a NaN. Two launches."""
+        rows, columns = logits_TV.shape
+        parts = blocks_of(columns, ARGMAX_COLUMNS)
+        largest = self.scratch("argmax", rows, parts, dtype=torch.int64)
+        ids_T = self.empty(rows, dtype=torch.int32)
+        self.program.launch("pointwise.argmax_parts", (parts, rows), THREADS, logits_TV, columns, largest)
+        self.program.launch("pointwise.argmax_rows", (rows,), THREADS, largest, parts, ids_T)
+        return ids_T
+
+    def _pairwise(self, kind: int, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        agree("shapes of a pair", left.shape, right.shape)
+        y = self.empty(*left.shape)
+        blocks = self.stride_blocks(left.numel(), THREADS)
+        self.program.launch("pointwise.pairwise", (blocks,), THREADS, left, right, kind, left.numel(), y)
+        return y
+
+    def _scale(self, gate: torch.Tensor, x: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+        columns = int(x.shape[-1])
+        agree("gates of rows", tuple(gate.shape), (*x.shape[:-1], 1))
+        y = self.empty(*x.shape)
+        self.program.launch(
+            "pointwise.sigmoid_scale", (self.stride_blocks(x.numel(), THREADS),), THREADS,
+            gate, x, self.pointer(self.address(base)), x.numel() // columns, columns, y,
+        )  # fmt: skip
+        return y

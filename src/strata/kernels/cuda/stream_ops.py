@@ -1,0 +1,108 @@
+"""Hyper-connections and the n-gram gate, recorded: launches of streams.cu.
+
+A part of ``CudaOps`` (ops.py), apart to keep files short. It must not know models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from strata.kernels.cuda.linear_ops import STEP_COLUMNS, LinearOps, NativeMatrix, template_rows
+from strata.kernels.cuda.recorder import agree, blocks_of
+from strata.kernels.ops import HyperWeights, NgramWeights
+
+__all__ = ["StreamOps"]
+
+THREADS = 256
+DOWN_THREADS, DOWN_ROWS = 128, 2  # rows of a warp in mix_down
+UP_COLUMNS = {1: 2, 2: 1, 4: 1, 8: 1}  # columns of a warp in mix_up, by T
+
+
+class _Mixer(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_uint64),
+        ("norm", ctypes.c_uint64),
+        ("down", NativeMatrix),
+        ("inject", NativeMatrix),
+        ("up", NativeMatrix),
+        *((name, ctypes.c_uint64) for name in ("shares", "inverses", "u", "c")),
+        *((name, ctypes.c_int) for name in ("rows", "streams", "columns", "rank")),
+        ("eps", ctypes.c_float),
+        ("unused", ctypes.c_int),
+    )
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // STEP_COLUMNS) * STEP_COLUMNS
+
+
+class StreamOps(LinearOps):
+    """See ``strata.kernels.ops.Ops``, whose methods these are."""
+
+    def start_streams(self, x_TH: torch.Tensor, streams: int) -> torch.Tensor:
+        rows, columns = x_TH.shape
+        y_TSH = self.empty(rows, streams, columns)
+        self.program.launch(
+            "pointwise.start_streams", (self.stride_blocks(y_TSH.numel(), THREADS),), THREADS,
+            x_TH, rows, streams, columns, y_TSH,
+        )  # fmt: skip
+        return y_TSH
+
+    def hyper_mix(self, x_TSH: torch.Tensor, weights: HyperWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Two launches."""
+        rows, (_, streams, columns) = self.rows_of(x_TSH), x_TSH.shape
+        down, up, inject = weights.down, weights.up, weights.inject
+        agree("hyper_mix norm", tuple(weights.norm_SH.shape), (streams, columns))
+        agree(
+            "hyper_mix down and up", (down.columns, up.rows, up.columns), (streams * columns, down.columns, down.rows)
+        )
+        u_TH, c_TS = self.empty(rows, columns), None
+        if inject is not None:
+            agree("hyper_mix inject", (inject.rows, inject.columns), (streams, streams * columns))
+            c_TS = self.empty(rows, streams)
+        mixer = _Mixer(
+            x=self.address(x_TSH), norm=self.address(weights.norm_SH), down=self.matrix(down, streams),
+            inject=NativeMatrix() if inject is None else self.matrix(inject, streams), up=self.matrix(up),
+            shares=self.address(self.scratch("mixer shares", rows, streams, down.rows + streams)),
+            inverses=self.address(self.scratch("mixer norms", rows, streams)), u=self.address(u_TH),
+            c=self.address(c_TS), rows=rows, streams=streams, columns=columns, rank=down.rows, eps=weights.eps,
+        )  # fmt: skip
+        template = template_rows(rows)
+        groups = blocks_of(down.rows, DOWN_ROWS) + (0 if inject is None else blocks_of(inject.rows, DOWN_ROWS))
+        self.program.launch(
+            f"streams.mix_down_{template}", (blocks_of(groups, DOWN_THREADS // 32), streams), DOWN_THREADS,
+            mixer, _padded(columns), shared=4 * template * _padded(columns),
+        )  # fmt: skip
+        groups = blocks_of(columns, UP_COLUMNS[template])
+        blocks = min(blocks_of(groups, THREADS // 32), 2 * self.program.multiprocessors)
+        self.program.launch(
+            f"streams.mix_up_{template}", (blocks,), THREADS, mixer, _padded(down.rows),
+            shared=4 * template * _padded(down.rows),
+        )  # fmt: skip
+        return u_TH, c_TS
+
+    def hyper_add(self, x_TSH: torch.Tensor, c_TS: torch.Tensor, y_TH: torch.Tensor) -> torch.Tensor:
+        rows, streams, columns = x_TSH.shape
+        agree("hyper_add shapes", (tuple(c_TS.shape), tuple(y_TH.shape)), ((rows, streams), (rows, columns)))
+        out_TSH = self.empty(rows, streams, columns)
+        self.program.launch(
+            "streams.hyper_add", (self.stride_blocks(out_TSH.numel(), THREADS),), THREADS,
+            x_TSH, c_TS, y_TH, rows, streams, columns, out_TSH,
+        )  # fmt: skip
+        return out_TSH
+
+    def ngram_gate(
+        self, key_TSH: torch.Tensor, value_TH: torch.Tensor, x_TSH: torch.Tensor, weights: NgramWeights
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, streams, columns = key_TSH.shape
+        norms = (weights.norm_key_SH, weights.norm_query_SH, weights.norm_conv_SH)
+        agree("ngram_gate shapes", (key_TSH.shape, tuple(value_TH.shape)), (x_TSH.shape, (rows, columns)))
+        agree("ngram_gate norms", {tuple(w.shape) for w in norms}, {(streams, columns)})
+        gated_TSH, normed_TSH = self.empty(rows, streams, columns), self.empty(rows, streams, columns)
+        self.program.launch(
+            "streams.ngram_gate", (rows * streams,), THREADS, key_TSH, value_TH, x_TSH, *norms, weights.eps, streams,
+            columns, gated_TSH, normed_TSH,
+        )  # fmt: skip
+        return gated_TSH, normed_TSH
