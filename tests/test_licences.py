@@ -51,7 +51,7 @@ def test_pages_are_up_to_date(root: Path) -> None:
     """By row, since another Python version may need a few packages fewer."""
     page = licences.PAGE.read_text()
     notice = licences.NOTICE.read_text()
-    for one in licences.locked_licences("dev"):
+    for one in licences.locked_licences("cuda", "dev"):
         assert licences.row(one) in page, "run `make generate`"
         if one.install == "base":
             assert f"{one.name} {one.version}: {one.expression}\n" in notice, "run `make generate`"

@@ -28,7 +28,7 @@ KEYED = ("pyproject.toml", "setup.py", "constraints.txt")
 
 # Downloads and disk in MB, measured with the pinned versions on Linux x86-64. A CUDA build of PyTorch brings NVIDIA's
 # libraries as packages of their own; they are most of it.
-SIZES_MB = {"cpu": (210, 850), "cuda": (3000, 7000), "base": (60, 280), "dev": (45, 260), "bench": (35, 110)}
+SIZES_MB = {"cpu": (210, 850), "cuda": (3000, 7000), "base": (60, 280), "dev": (150, 590), "bench": (35, 110)}
 
 
 def python_of(venv: Path) -> Path:
