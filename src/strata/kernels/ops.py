@@ -171,7 +171,7 @@ class Ops(Protocol):
         """y + sigmoid(gate) * x, one gate a row."""
 
     def split_heads(self, x_TX: torch.Tensor, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(first T x N x D, second T x (N*D)) of rows that hold, per head, D values of the first, then of the second."""
+        """(first T x N x D, second T x (N*D)) of rows that hold, per head, D values of one and then D of the other."""
 
     def argmax(self, logits_TV: torch.Tensor) -> list[int]:
         """Per row the lowest id among the largest logits. A row with a NaN gives -1."""

@@ -51,9 +51,9 @@ __device__ __forceinline__ float block_sum(float x, float* room) {
     return total;
 }
 
-// Bits that order like the floats; NaN of any sign is lowest.
+// Bits that order like the floats, zeros of both signs alike; NaN of any sign is lowest.
 __device__ __forceinline__ unsigned ordered(float x) {
-    const unsigned bits = __float_as_uint(x);
+    const unsigned bits = x == 0.0f ? 0u : __float_as_uint(x);
     if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0u;
     return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
 }
