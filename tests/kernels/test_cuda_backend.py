@@ -12,8 +12,6 @@ import torch
 from strata.errors import EngineError, MemoryPlanError
 from strata.kernels.backend import Backend, DeviceMemoryFull, PinRefused
 from strata.kernels.cuda.backend import CudaBackend
-from strata.kernels.cuda.cuda_device import CudaDevice
-from strata.kernels.cuda.device import CudaMachine
 from strata.kernels.cuda.driver import open_context
 from tests.kernels.fake_cuda import CUresult, FakeCuda
 
@@ -90,14 +88,6 @@ def test_another_program_took_the_memory(fake: FakeCuda, backend: CudaBackend) -
     with pytest.raises(DeviceMemoryFull) as full:
         backend.allocate(4 * MIB)
     assert (full.value.asked, full.value.free) == (4 * MIB, 3 * MIB)
-    device = CudaDevice(backend.context, CudaMachine(backend.context), backend)
-    with pytest.raises(MemoryPlanError) as refused, device.taking("8 expert slots"):
-        backend.allocate(4 * MIB)
-    assert refused.value.short_bytes == MIB
-    assert "no room for 8 expert slots (4 MiB): only 3 MiB of VRAM free" in refused.value.message
-    with pytest.raises(MemoryPlanError, match="no room for dense weights: only 3 MiB"), device.taking("dense weights"):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    device.machine.close()
 
 
 def test_a_buffer_is_aligned_whatever_the_driver_gives(fake: FakeCuda, backend: CudaBackend) -> None:
@@ -121,16 +111,26 @@ def test_no_bytes(backend: CudaBackend, nbytes: int) -> None:
 
 def test_torch_gets_its_share_and_no_more(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     fractions: list[tuple[float, int]] = []
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * MIB)
+    reserved = [3 * MIB]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7 * MIB)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *words: fractions.append(words))
-    with pytest.raises(MemoryPlanError, match="torch holds 2 MiB of VRAM, the plan gives it 1 MiB"):
-        backend.share_with_torch(MIB)
-    charge = backend.share_with_torch(8 * MIB)
+    with pytest.raises(MemoryPlanError, match="torch holds 3 MiB of VRAM, the plan gives it 2 MiB"):
+        backend.share_with_torch(MIB, 2 * MIB)
+    charge = backend.share_with_torch(6 * MIB, 8 * MIB)
     assert fractions == [(8 / 1024, 0)]
-    assert backend.info().memory_free == 2 * MIB
+    assert backend.info().memory_free == 4 * MIB
+    reserved[0] = 7 * MIB
+    assert backend.info().memory_free == 3 * MIB, "what torch rounds up is not free"
+    assert backend.statistics().torch_peak_bytes == 7 * MIB
     with pytest.raises(DeviceMemoryFull):
-        backend.share_with_torch(3 * MIB)
+        backend.share_with_torch(5 * MIB, 8 * MIB)
     charge.release()
+    charge.release()
+    assert fractions[-1] == (1.0, 0)
+    assert backend.statistics().charged_bytes == backend.statistics().torch_peak_bytes == 0
 
 
 def test_a_page_locked_allocation_and_its_alias(fake: FakeCuda, backend: CudaBackend) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from strata.engine.devices import named_refusals
 from strata.errors import ConfigError, EngineError, MemoryPlanError
 from strata.kernels.backend import DeviceMemoryFull, PinRefused
 from strata.kernels.cuda import compile as compiling
@@ -99,19 +100,17 @@ def test_the_cap_holds_and_its_peak_is_measured(device: CudaDevice) -> None:
 
 
 def test_torch_and_the_backend_share_the_cap(device: CudaDevice) -> None:
-    torch.cuda.empty_cache()
-    charge = device.backend.share_with_torch(40 * MIB)
-    try:
-        kept = torch.zeros(30 * MIB, dtype=torch.uint8, device=device.machine.device)
-        with pytest.raises(MemoryPlanError, match="no room for a test: only"), device.taking("a test"):
-            torch.zeros(30 * MIB, dtype=torch.uint8, device=device.machine.device)
-        with pytest.raises(DeviceMemoryFull):
-            device.backend.allocate(30 * MIB)
-        del kept
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, 0)
-        torch.cuda.empty_cache()
-        charge.release()
+    charge = device.backend.share_with_torch(34 * MIB, 40 * MIB)
+    kept = torch.zeros(30 * MIB, dtype=torch.uint8, device=device.machine.device)
+    with pytest.raises(MemoryPlanError, match="no room for a test: only"), named_refusals(device, "a test"):
+        torch.zeros(30 * MIB, dtype=torch.uint8, device=device.machine.device)
+    with pytest.raises(DeviceMemoryFull):
+        device.backend.allocate(31 * MIB)
+    assert 30 * MIB <= device.backend.statistics().torch_peak_bytes <= 40 * MIB
+    del kept
+    charge.release()
+    torch.zeros(100 * MIB, dtype=torch.uint8, device=device.machine.device)
+    device.trim()
 
 
 def test_more_than_the_card_has() -> None:

@@ -7,11 +7,16 @@ can be used. It plans nothing and takes no memory before ``open_device``.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from strata.config import Requested
-from strata.errors import ConfigError
-from strata.memory.planner import GIB, format_bytes
+from strata.errors import ConfigError, MemoryPlanError
+from strata.kernels.backend import DeviceMemoryFull
+from strata.memory.planner import GIB, MIB, ResolvedPlan, format_bytes
 from strata.memory.probe import Machine
 from strata.memory.requests import DeviceRoom
 
@@ -21,7 +26,7 @@ if TYPE_CHECKING:
     from strata.kernels.cuda.driver import Card
     from strata.kernels.cuda.program import Machine as LaunchMachine
 
-__all__ = ["RoundDevice", "card_index", "card_room", "choose_card", "open_device"]
+__all__ = ["RoundDevice", "card_index", "card_room", "choose_card", "hold_to_plan", "named_refusals", "open_device"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +78,42 @@ def open_device(requested: Requested, card: Card) -> CudaDevice:
 
 def card_room(requested: Requested, machine: Machine, device: RoundDevice) -> DeviceRoom:
     """What a plan may use of an opened card: its free memory, its context already taken off, within ``--vram-gib``."""
+    from strata.kernels.cuda.cuda_device import CudaDevice
+
+    if isinstance(device, CudaDevice):
+        device.trim()
     info = device.backend.info()
     free = info.memory_free
     if requested.vram_gib is not None and free < int(requested.vram_gib * GIB):
         logger.warning("--vram-gib %g: only %s of VRAM are free", requested.vram_gib, format_bytes(free))
     return DeviceRoom("cuda", info.memory_free, info.pins_charge_device, machine.pin_rooms)
+
+
+def hold_to_plan(device: RoundDevice, plan: ResolvedPlan) -> Callable[[], None]:
+    """Holds torch's tensors on a card to what the plan leaves beside the expert slots, until the result is called.
+
+    Raises ``MemoryPlanError`` where another program took memory since the plan.
+    """
+    from strata.kernels.cuda.cuda_device import CudaDevice
+
+    if not isinstance(device, CudaDevice) or plan.device.free_bytes is None:
+        return lambda: None
+    slots = plan.num_device_slots * plan.stride
+    planned = plan.vram_bytes - slots - plan.vram["reserve"]
+    with named_refusals(device, "the dense weights, state and buffers"):
+        return device.backend.share_with_torch(planned, plan.device.free_bytes - slots).release
+
+
+@contextmanager
+def named_refusals(device: RoundDevice, what: str) -> Iterator[None]:
+    """Turns a refused allocation of device memory, the backend's or torch's, into an error that names ``what``."""
+    try:
+        yield
+    except (DeviceMemoryFull, torch.OutOfMemoryError) as error:
+        free = device.backend.info().memory_free
+        asked = error.asked if isinstance(error, DeviceMemoryFull) else 0
+        raise MemoryPlanError(
+            f"no room for {what}{f' ({format_bytes(asked)})' if asked else ''}: only {free // MIB} MiB of VRAM free",
+            "another program took memory since the plan: try again, or raise --vram-reserve-mib",
+            short_bytes=max(0, asked - free),
+        ) from error

@@ -16,7 +16,7 @@ import torch
 
 from strata.checkpoint.pack_writer import Progress
 from strata.config import Requested
-from strata.engine.devices import RoundDevice, card_room, choose_card, open_device
+from strata.engine.devices import RoundDevice, card_room, choose_card, hold_to_plan, named_refusals, open_device
 from strata.engine.models import OpenModel
 from strata.engine.planning import choose_chunk_rows, choose_context, device_room, memory_request
 from strata.engine.sequence import HostSequence, TokenSequence
@@ -151,13 +151,16 @@ class Runtime:
                 backend: Backend = HostBackend(planner.whole_pages(plan.num_device_slots * plan.stride), faults)
                 owned.callback(backend.close)
             else:
-                backend, weights = device.backend, on_device(weights, device)
+                owned.callback(hold_to_plan(device, plan))
+                with named_refusals(device, "the dense weights"):
+                    backend, weights = device.backend, on_device(weights, device)
             model = opened.family.build(opened.config, weights)
             experts = cls._open_experts(opened, requested, plan, backend, injection, on_progress)
             owned.callback(experts.close)
             rounds = None
             if device is not None:
-                rounds = cls._open_rounds(opened, requested, plan, model, experts, device)
+                with named_refusals(device, "the state and buffers of rounds"):
+                    rounds = cls._open_rounds(opened, requested, plan, model, experts, device)
                 owned.callback(rounds.close)
             ready = time.perf_counter() - began
             logger.info("ready in %.2f s", ready)

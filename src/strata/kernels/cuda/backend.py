@@ -35,13 +35,15 @@ BROKEN = frozenset(
 class CudaStatistics:
     """Counters of a ``CudaBackend``; bytes unless named otherwise. ``cap_bytes`` None: all that the card has.
 
-    ``peak_bytes``: the most that was allocated here and charged for torch at once.
+    ``peak_bytes``: the most that was allocated here and charged for torch at once; ``torch_peak_bytes``: what torch
+    really took of it at most, 0 while it has no share.
     """
 
     cap_bytes: int | None
     device_bytes: int
     charged_bytes: int
     peak_bytes: int
+    torch_peak_bytes: int
     pinned_bytes: int
     num_registrations: int
     num_refusals: int
@@ -205,6 +207,7 @@ class CudaBackend:
         self._lock = threading.RLock()  # a collected buffer may give back while its own thread holds it
         self._device_bytes = self._charged_bytes = self._peak_bytes = self._pinned_bytes = 0
         self._num_registrations = self._num_refusals = self._num_copies = self._copied_bytes = 0
+        self._torch_bytes: Callable[[], tuple[int, int]] | None = None  # (now, at most) while torch has a share
         self._streams: list[CudaStream] = []
         self._events: list[Any] = []
         self._is_open = True
@@ -244,24 +247,37 @@ class CudaBackend:
             raise DeviceMemoryFull(nbytes, self._free_bytes())
         return Charge(nbytes, lambda: self._give_back(nbytes, charged=True))
 
-    def share_with_torch(self, nbytes: int) -> Charge:
-        """Charges ``nbytes`` and lets torch allocate that much on this card and no more, in all.
+    def share_with_torch(self, planned: int, most: int) -> Charge:
+        """Charges ``planned`` bytes for torch's tensors; torch is refused more than ``most`` until the charge is
+        released. The difference is for what its allocator rounds up.
 
-        Raises ``MemoryPlanError`` where torch holds more already, ``DeviceMemoryFull`` where the cap has no room.
+        Raises ``MemoryPlanError`` where live tensors hold more already, ``DeviceMemoryFull`` where the cap has no room.
         """
         import torch
 
         card = self.context.card
+        torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved(card.index)
-        if held > nbytes:
+        if held > most:
             raise MemoryPlanError(
-                f"torch holds {held >> 20} MiB of VRAM, the plan gives it {nbytes >> 20} MiB",
+                f"torch holds {held >> 20} MiB of VRAM, the plan gives it {most >> 20} MiB",
                 "free its tensors before the model is loaded",
-                short_bytes=held - nbytes,
+                short_bytes=held - most,
             )
-        charge = self.charge(nbytes)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / card.memory_total), card.index)
-        return charge
+        charge = self.charge(planned)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most / card.memory_total), card.index)
+        torch.cuda.reset_peak_memory_stats(card.index)
+        self._torch_bytes = lambda: (
+            int(torch.cuda.memory_reserved(card.index)),
+            int(torch.cuda.max_memory_reserved(card.index)),
+        )
+
+        def release() -> None:
+            self._torch_bytes = None
+            torch.cuda.set_per_process_memory_fraction(1.0, card.index)
+            charge.release()
+
+        return Charge(planned, release)
 
     def allocate_pinned(self, nbytes: int, *, mapped: bool = True) -> tuple[CudaBuffer, CudaRegistration]:
         driver = self.context.driver
@@ -348,12 +364,14 @@ class CudaBackend:
             self._copied_bytes += nbytes
 
     def statistics(self) -> CudaStatistics:
+        torch_peak = 0 if self._torch_bytes is None else self._torch_bytes()[1]
         with self._lock:
             return CudaStatistics(
                 cap_bytes=self.cap_bytes,
                 device_bytes=self._device_bytes,
                 charged_bytes=self._charged_bytes,
                 peak_bytes=self._peak_bytes,
+                torch_peak_bytes=torch_peak,
                 pinned_bytes=self._pinned_bytes,
                 num_registrations=self._num_registrations,
                 num_refusals=self._num_refusals,
@@ -411,10 +429,11 @@ class CudaBackend:
             self._pinned_bytes += nbytes
 
     def _room(self) -> int:
-        """Bytes left under the cap."""
+        """Bytes left under the cap; what torch took beyond its charge is off it."""
         assert self.cap_bytes is not None, "asked only with a cap"
+        by_torch = 0 if self._torch_bytes is None else self._torch_bytes()[0]
         with self._lock:
-            return max(0, self.cap_bytes - self._device_bytes - self._charged_bytes)
+            return max(0, self.cap_bytes - self._device_bytes - max(self._charged_bytes, by_torch))
 
     def _free_bytes(self) -> int:
         free, _ = self.context.memory()

@@ -6,15 +6,12 @@ here as well. It must not know models or plans.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 import torch
 
-from strata.errors import ConfigError, MemoryPlanError
-from strata.kernels.backend import DeviceMemoryFull
+from strata.errors import ConfigError
 from strata.kernels.cuda.backend import CudaBackend, CudaBuffer
 from strata.kernels.cuda.device import CudaMachine
 from strata.kernels.cuda.driver import Card, CudaContext, find_card, load_nvrtc, start
@@ -50,20 +47,9 @@ class CudaDevice:
         """The bytes of a buffer as a uint8 tensor on the card, without a copy; it keeps the buffer alive."""
         return torch.as_tensor(_Bytes(buffer), device=self.machine.device)
 
-    @contextmanager
-    def taking(self, what: str) -> Iterator[None]:
-        """Names what did not fit: turns a refused allocation, the backend's or torch's, into ``MemoryPlanError``."""
-        try:
-            yield
-        except (DeviceMemoryFull, torch.OutOfMemoryError) as error:
-            free = self.backend.info().memory_free
-            short = error.asked - free if isinstance(error, DeviceMemoryFull) else 0
-            asked = f" ({error.asked >> 20} MiB)" if isinstance(error, DeviceMemoryFull) else ""
-            raise MemoryPlanError(
-                f"{self.card.name} has no room for {what}{asked}: only {free >> 20} MiB of VRAM free",
-                "another program took memory since the plan: try again, or raise --vram-reserve-mib",
-                short_bytes=max(0, short),
-            ) from error
+    def trim(self) -> None:
+        """Gives back what torch keeps of freed tensors, so that free memory is what it seems."""
+        torch.cuda.empty_cache()
 
     def close(self) -> None:
         """In the reverse order of opening. May be called twice."""
