@@ -51,7 +51,7 @@ class StreamOps(LinearOps):
         return y_TSH
 
     def hyper_mix(self, x_TSH: torch.Tensor, weights: HyperWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Two launches."""
+        """Two launches; more where shared memory holds no window of rows."""
         rows, (_, streams, columns) = self.rows_of(x_TSH), x_TSH.shape
         down, up, inject = weights.down, weights.up, weights.inject
         agree("hyper_mix norm", tuple(weights.norm_SH.shape), (streams, columns))
@@ -62,9 +62,19 @@ class StreamOps(LinearOps):
         if inject is not None:
             agree("hyper_mix inject", (inject.rows, inject.columns), (streams, streams * columns))
             c_TS = self.empty(rows, streams)
+        most = self.shared_bytes // (4 * _padded(columns))  # rows of activations that a block holds
+        at_once = next((size for size in (8, 4, 2) if size <= most), 1)
+        for first in range(0, rows, at_once):
+            part = slice(first, first + at_once)
+            self._mix(x_TSH[part], weights, u_TH[part], None if c_TS is None else c_TS[part])
+        return u_TH, c_TS
+
+    def _mix(self, x_TSH: torch.Tensor, weights: HyperWeights, u_TH: torch.Tensor, c_TS: torch.Tensor | None) -> None:
+        rows, streams, columns = x_TSH.shape
+        down, inject = weights.down, weights.inject
         mixer = _Mixer(
             x=self.address(x_TSH), norm=self.address(weights.norm_SH), down=self.matrix(down, streams),
-            inject=NativeMatrix() if inject is None else self.matrix(inject, streams), up=self.matrix(up),
+            inject=NativeMatrix() if inject is None else self.matrix(inject, streams), up=self.matrix(weights.up),
             shares=self.address(self.scratch("mixer shares", rows, streams, down.rows + streams)),
             inverses=self.address(self.scratch("mixer norms", rows, streams)), u=self.address(u_TH),
             c=self.address(c_TS), rows=rows, streams=streams, columns=columns, rank=down.rows, eps=weights.eps,
@@ -81,7 +91,6 @@ class StreamOps(LinearOps):
             f"streams.mix_up_{template}", (blocks,), THREADS, mixer, _padded(down.rows),
             shared=4 * template * _padded(down.rows),
         )  # fmt: skip
-        return u_TH, c_TS
 
     def hyper_add(self, x_TSH: torch.Tensor, c_TS: torch.Tensor, y_TH: torch.Tensor) -> torch.Tensor:
         rows, streams, columns = x_TSH.shape

@@ -1,0 +1,86 @@
+"""Recorded hyper-connections and the n-gram gate against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strata.errors import EngineError
+from strata.kernels.ops import HyperWeights, NgramWeights
+from strata.kernels.reference import ReferenceOps
+from tests.kernels.cuda_runs import FORMATS, equal, noise, random_matrix, run, same_rows
+
+REFERENCE = ReferenceOps()
+
+
+def mixer(streams: int, columns: int, rank: int, formats: tuple[str, str], *, inject: bool) -> HyperWeights:
+    wide = streams * columns
+    return HyperWeights(
+        noise(streams, columns),
+        random_matrix(rank, wide, formats[0]),
+        random_matrix(wide, rank, formats[1]),
+        random_matrix(streams, wide, formats[0], 2) if inject else None,
+        1e-6,
+    )
+
+
+@settings(max_examples=20)
+@given(
+    rows=st.integers(1, 8), streams=st.integers(2, 5), columns=st.sampled_from([16, 48, 160, 600]),
+    rank=st.sampled_from([1, 8, 40, 330]), formats=st.tuples(st.sampled_from(FORMATS), st.sampled_from(FORMATS)),
+    inject=st.booleans(),
+)  # fmt: skip
+def test_mix(
+    rows: int, streams: int, columns: int, rank: int, formats: tuple[str, str], inject: bool
+) -> None:
+    if formats[0] == "q8_0" and streams * columns % 32:
+        columns *= 2
+    x, weights = noise(rows, streams, columns), mixer(streams, columns, rank, formats, inject=inject)
+    u, c = run(lambda ops: ops.hyper_mix(x, weights))
+    expected_u, expected_c = REFERENCE.hyper_mix(x, weights)
+    torch.testing.assert_close(u, expected_u, rtol=2e-5, atol=3e-6)
+    assert (c is None) == (expected_c is None)
+    if c is not None and expected_c is not None:
+        torch.testing.assert_close(c, expected_c, rtol=2e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("columns", [33, 160])
+@pytest.mark.parametrize("format", ["f32", "bf16"])
+def test_odd_widths_and_rows(columns: int, format: str) -> None:
+    x, weights = noise(8, 4, columns), mixer(4, columns, 21, (format, format), inject=True)
+    u, _ = run(lambda ops: ops.hyper_mix(x, weights))
+    torch.testing.assert_close(u, REFERENCE.hyper_mix(x, weights)[0], rtol=2e-5, atol=3e-6)
+    same_rows(lambda ops, r: ops.hyper_mix(x[r], weights), 8)
+    same_rows(lambda ops, r: ops.hyper_mix(x[r], weights), 3)
+
+
+def test_rows_that_do_not_fit_shared_memory_together() -> None:
+    x, weights = noise(8, 4, 600), mixer(4, 600, 30, ("q8_0", "q8_0"), inject=True)
+    whole = run(lambda ops: ops.hyper_mix(x, weights), shared_bytes=100 << 10)
+    parts = run(lambda ops: ops.hyper_mix(x, weights), shared_bytes=10 << 10)
+    assert all(equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_q8_streams_of_odd_width_are_refused() -> None:
+    with pytest.raises(EngineError, match="not read in 4 parts"):
+        run(lambda ops: ops.hyper_mix(noise(1, 4, 40), mixer(4, 40, 8, ("q8_0", "f32"), inject=False)))
+
+
+def test_add() -> None:
+    x, c, y = noise(5, 4, 70), noise(5, 4), noise(5, 70)
+    found = run(lambda ops: ops.hyper_add(x, c, y))
+    torch.testing.assert_close(found, REFERENCE.hyper_add(x, c, y), rtol=1e-6, atol=1e-6)
+    same_rows(lambda ops, r: ops.hyper_add(x[r], c[r], y[r]), 5)
+
+
+@pytest.mark.parametrize("columns", [1, 31, 300])
+def test_ngram_gate(columns: int) -> None:
+    key, x, value = noise(5, 4, columns), noise(5, 4, columns, seed=1), noise(5, columns)
+    key[0, 0] = 0.0  # a match of exactly zero
+    weights = NgramWeights(*(noise(4, columns, seed=i) for i in range(3)), 1e-6)
+    found = run(lambda ops: ops.ngram_gate(key, value, x, weights))
+    for one, expected in zip(found, REFERENCE.ngram_gate(key, value, x, weights), strict=True):
+        torch.testing.assert_close(one, expected, rtol=2e-5, atol=3e-6)
+    same_rows(lambda ops, r: ops.ngram_gate(key[r], value[r], x[r], weights), 5)
