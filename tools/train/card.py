@@ -142,16 +142,36 @@ def goals(figures: Mapping[str, Figure]) -> str:
 def training(corpus: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
     held = ", ".join(one["name"] for one in corpus["sources"] if one.get("held_out"))
     text = f"""{corpus["train_bytes"]:,} bytes of Python text of the packages below, {corpus["chat_bytes"]:,} of them
-    chat (user: signature and docstring; assistant: the function), and key-value retrieval made on the fly from code.
+    chat (user: signature and docstring; assistant: the function); key-value retrieval, and functions by themselves
+    out of chat and code, are made from it as training goes.
     Held out whole: {held}; files near a held-out one were left out. How it was made: tools/train/README.md."""
-    if "tokens" in trained:
-        rate = trained["tokens"] / trained["seconds"]
-        text += f""" Trained for {trained["seconds"]:,.0f} s on one H200: {trained["step"]:,} steps,
-        {trained["tokens"]:,} tokens ({rate:,.0f} a second, compilation included)."""
+    for one in parts_of(trained):
+        rate, count = one["tokens"] / one["seconds"], one.get("processes", 1)
+        where = "one H200" if count == 1 else f"{count} H200s"
+        text += f""" {"Then trained" if one.get("before") else "Trained"} for {one["seconds"]:,.0f} s
+        on {where}: {one["step"]:,} steps, {one["tokens"]:,} tokens ({rate:,.0f} a second)."""
+        if one.get("stutter"):
+            text += f""" Of {sum(one["mix"].values())} rows of a batch {words_of(one["mix"])};
+            {100 * one["stutter"]:.0f} % of the bodies repeat a piece of themselves, which is not learned, so that the
+            model learns to leave a repetition."""
     if "bits_per_byte" in trained:
         text += f""" The trainer's own measure of the BF16 weights, {trained["heldout_tokens"]:,.0f} held-out tokens:
         {trained["bits_per_byte"]:.4f} bits per byte, {trained["bits_per_byte_sparse"]:.4f} with sparse attention."""
     return f"## Data and training\n{paragraph(text)}\n"
+
+
+def parts_of(trained: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The figures of every part, the first one first: each holds those of the part whose weights it went on from."""
+    if "tokens" not in trained:
+        return []
+    return [*parts_of(trained.get("before") or {}), trained]
+
+
+def words_of(mix: Mapping[str, int]) -> str:
+    """``8 are code, 11 chat and 2 retrieval``."""
+    kinds = [f"{count} {kind}" for kind, count in mix.items() if count]
+    first = kinds[0].replace(" ", " are ", 1)
+    return f"{', '.join([first, *kinds[1:-1]])} and {kinds[-1]}" if len(kinds) > 1 else first
 
 
 def hashes(found: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Training batches: windows of the code and chat streams, and retrieval windows made as they are needed.
+"""Training batches: windows of the code and chat streams, and rows of retrieval and of functions made when needed.
 
 Lives beside the trainer. A step's batch is a pure function of the seed and the step's number, so a resumed run reads
 on where it stopped. Knows tokens, not the model.
@@ -11,23 +11,49 @@ from __future__ import annotations
 
 import json
 import lzma
+import random
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from functions import ChatPairs, CodeFunctions, Lexicon, Row, fill_row
+from group import Group
 
-__all__ = ["Batches", "RetrievalMaker", "load_stream"]
+__all__ = ["Batch", "Batches", "RetrievalMaker", "load_code", "load_stream", "read_mix"]
 
 CHAT_ROWS = 3  # of 16 rows: a fifth of the text
 RETRIEVAL_ROWS = 1
+KINDS = ("code", "chat", "functions", "retrieval")
 
 
 def load_stream(folder: Path, *names: str) -> np.ndarray:
     """The uint16 ids of one or more packed files, joined."""
     parts = [np.frombuffer(lzma.decompress((folder / f"{n}.u16.xz").read_bytes()), dtype="<u2") for n in names]
     return np.concatenate(parts)
+
+
+def load_code(folder: Path) -> np.ndarray:
+    """The code stream, or as much of it as the folder holds."""
+    return load_stream(folder, *(p.name.removesuffix(".u16.xz") for p in sorted(folder.glob("code-*.u16.xz"))))
+
+
+def read_mix(text: str | None, rows: int) -> dict[str, int]:
+    """Rows of each kind from ``code=8,chat=11,functions=11,retrieval=2``; None: the shares of a first part."""
+    if text is None:
+        chat, retrieval = (max(1, rows * share // 16) for share in (CHAT_ROWS, RETRIEVAL_ROWS))
+        return {"code": rows - chat - retrieval, "chat": chat, "functions": 0, "retrieval": retrieval}
+    mix = dict.fromkeys(KINDS, 0)
+    for part in text.split(","):
+        kind, _, count = part.partition("=")
+        if kind not in mix or not count.isdecimal():
+            raise ValueError(f"--mix has {part!r}; it takes KIND=ROWS of {', '.join(KINDS)}")
+        mix[kind] = int(count)
+    if sum(mix.values()) != rows:
+        raise ValueError(f"--mix names {sum(mix.values())} rows, --rows {rows}: make them equal")
+    return mix
 
 
 class RetrievalMaker:
@@ -86,25 +112,48 @@ class RetrievalMaker:
         return np.array(ids[:length], dtype=np.int64)
 
 
-class Batches:
-    """``batch(step)`` is B windows of T + 2 ids on ``device``: code, chat and retrieval rows in fixed shares."""
+class Batch(NamedTuple):
+    """``windows`` int64 [B, T + 2]; ``weights`` FP32 of the same shape: 0 where nothing is learned, elsewhere one
+    value, so that the mean over these rows is one over what is learned. None: all is learned."""
 
-    def __init__(self, folder: Path, rows: int, length: int, seed: int, device: torch.device) -> None:
+    windows: torch.Tensor
+    weights: torch.Tensor | None
+
+
+Made = tuple[np.ndarray, np.ndarray]
+
+
+class Batches:
+    """``batch(step)``: this process's rows of code, chat, functions and retrieval, as ``mix`` says.
+
+    With ``stutter`` above zero chat rows too are whole documents; it is the share of bodies that stutter.
+    """
+
+    def __init__(
+        self, folder: Path, mix: Mapping[str, int], length: int, seed: int, group: Group, stutter: float = 0.0
+    ) -> None:
         self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
-        code, chat = load_stream(folder, "code-0", "code-1"), load_stream(folder, "chat")
-        self.rows, self.length, self.seed, self.device = rows, length, seed, device
-        self.chat_rows = max(1, rows * CHAT_ROWS // 16)
-        self.retrieval_rows = max(1, rows * RETRIEVAL_ROWS // 16)
-        self.code_rows = rows - self.chat_rows - self.retrieval_rows
+        code, chat = load_code(folder), load_stream(folder, "chat")
+        self.mix, self.length, self.seed, self.device, self.stutter = mix, length, seed, group.device, stutter
+        ends = np.cumsum([mix[kind] for kind in KINDS]).tolist()
+        self.mine = {  # of each kind's rows, those that fall to this process
+            kind: [row for row in range(mix[kind]) if (end - mix[kind] + row) % group.size == group.rank]
+            for kind, end in zip(KINDS, ends, strict=True)
+        }
         self.maker = RetrievalMaker(self.meta, code)
-        self.streams = [torch.from_numpy(s.astype(np.int32)).to(device) for s in (code, chat)]
+        self.streams = [torch.from_numpy(s.astype(np.int32)).to(self.device) for s in (code, chat)]
+        self.windowed = ("code",) if stutter else ("code", "chat")
+        if stutter or mix["functions"]:
+            vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+            words = Lexicon(vocabulary, self.meta["special"])
+            self.pairs, self.code_functions = ChatPairs(chat, words), CodeFunctions(code, words)
         self._orders: dict[tuple[int, int], np.ndarray] = {}
         self._pool = ThreadPoolExecutor(1)
-        self._ahead: tuple[int, Future[np.ndarray]] | None = None
+        self._ahead: tuple[int, Future[Made]] | None = None
 
     def epochs(self, step: int) -> float:
         """How often the code stream has been read through after ``step`` steps."""
-        return step * self.code_rows * self.length / len(self.streams[0])
+        return step * self.mix["code"] * self.length / len(self.streams[0])
 
     def _starts(self, which: int, first: int, count: int) -> np.ndarray:
         """Window starts number ``first`` ... of a stream: each pass is a new order at a new offset."""
@@ -118,17 +167,48 @@ class Batches:
             found.append(self._orders[which, turn][index])
         return np.array(found)
 
-    def _retrieval(self, step: int) -> np.ndarray:
-        rng = np.random.default_rng((self.seed, 77, step))
-        return np.stack([self.maker.window(rng, self.length + 2) for _ in range(self.retrieval_rows)])
+    def _documents(self, kind: str, step: int) -> list[Made]:
+        """Rows of whole documents: conversations, or functions, about every other one of the chat pairs."""
+        made = []
+        for row in self.mine[kind]:
+            rng = random.Random(f"{self.seed} {kind} {step} {row}")
 
-    def batch(self, step: int) -> torch.Tensor:
-        made = self._ahead[1].result() if self._ahead and self._ahead[0] == step else self._retrieval(step)
-        self._ahead = (step + 1, self._pool.submit(self._retrieval, step + 1))
+            def take(rng: random.Random = rng) -> Row:
+                if kind == "chat":
+                    return self.pairs.conversation(rng, self.stutter)
+                source = self.pairs if rng.random() < 0.5 else self.code_functions
+                return source.function(rng, self.stutter)
+
+            made.append(fill_row(take, self.length + 2))
+        return made
+
+    def _made(self, step: int) -> Made:
+        """The rows that are no windows of a stream: chat where it stutters, functions, retrieval."""
+        chat = self._documents("chat", step) if self.stutter else []
+        rng = np.random.default_rng((self.seed, 77, step))
+        retrieval = [self.maker.window(rng, self.length + 2) for _ in range(self.mix["retrieval"])]
+        asked = [(retrieval[row], np.ones(self.length + 2, bool)) for row in self.mine["retrieval"]]
+        rows = [*chat, *self._documents("functions", step), *asked]
+        empty = np.zeros((0, self.length + 2), np.int64)  # a process may have none of these
+        return (
+            np.concatenate([empty, *(ids[None] for ids, _ in rows)]),
+            np.concatenate([empty.astype(bool), *(learned[None] for _, learned in rows)]),
+        )
+
+    def batch(self, step: int) -> Batch:
+        ids, learned = self._ahead[1].result() if self._ahead and self._ahead[0] == step else self._made(step)
+        self._ahead = (step + 1, self._pool.submit(self._made, step + 1))
         span = torch.arange(self.length + 2, device=self.device)
         parts = []
-        for which, rows in ((0, self.code_rows), (1, self.chat_rows)):
-            starts = torch.from_numpy(self._starts(which, step * rows, rows)).to(self.device)
+        for which, kind in enumerate(self.windowed):
+            starts = self._starts(which, step * self.mix[kind], self.mix[kind])[self.mine[kind]].astype(np.int64)
+            starts = torch.from_numpy(starts).to(self.device)
             parts.append(self.streams[which][starts[:, None] + span].long())
-        parts.append(torch.from_numpy(made).to(self.device, non_blocking=True))
-        return torch.cat(parts)
+        parts.append(torch.from_numpy(ids).to(self.device, non_blocking=True))
+        windows = torch.cat(parts)
+        if not self.stutter and not self.mix["functions"]:
+            return Batch(windows, None)
+        read = np.ones((len(windows) - len(learned), self.length + 2), bool)
+        weights = np.concatenate([read, learned]).astype(np.float32)
+        weights /= weights[:, 1:-1].mean()
+        return Batch(windows, torch.from_numpy(weights).to(self.device))

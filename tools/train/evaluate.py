@@ -166,7 +166,7 @@ class Evaluation:
             decode = subject.opened.text.tokenizer.decode
             for prompt in prompts:
                 ids = subject.greedy(prompt["ids"], 96, lambda ids: ids[-1] == self.end or is_dedented(decode(ids)))
-                body = cut_at_dedent(decode([i for i in ids if i != self.end]))
+                body = cut_at_dedent(decode([i for i in ids if i != self.end]), ended=ids[-1] == self.end)
                 parsed = bool(body.strip()) and parses(prompt["text"] + "\n" + body)
                 good, loops = good + parsed, loops + repeats(ids)
                 self.samples["completions"].append(

@@ -33,9 +33,11 @@ class Group:
         if self.size > 1:
             distributed.destroy_process_group()
 
-    def share(self, batch: torch.Tensor) -> torch.Tensor:
-        """This process's rows. Rows must divide by the number of processes: a mean of means is the batch's mean."""
-        return batch[self.rank :: self.size]
+    def same(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The first process's tensor, in place; shapes are equal."""
+        if self.size > 1:
+            distributed.broadcast(tensor, 0)
+        return tensor
 
     def agreed(self, value: float) -> float:
         """What the first process passed."""

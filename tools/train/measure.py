@@ -30,6 +30,7 @@ class Measures:
         self.model, self.meta, self.heldout, self.tokenizer, self.limit = model, meta, heldout, tokenizer, limit
         self.device = model.lm_head.weight.device
         self.length = model.c.context
+        self.samples: list[str] = []  # what was generated, for people
         self.none_R = torch.zeros(1, dtype=torch.long, device=self.device)
 
     @contextlib.contextmanager
@@ -110,14 +111,17 @@ class Measures:
         rows = torch.arange(len(prompts), device=self.device)
         with self._measuring():
             for _ in range(tokens):
-                used = min(length, -(-int(ends.max()) // 64) * 64)
-                x, _ = self.model.hidden(ids[:, :used], self.none_R)
-                said = self.model.logits(x[rows, ends - 1].unsqueeze(1)).argmax(-1).squeeze(1)
-                ids[rows, ends] = torch.where(done, ids[rows, ends], said)
-                ends = ends + (~done).long()
-                done |= torch.isin(said, stop)
-                if bool(done.all()):
+                open_rows = rows[~done]
+                if len(open_rows) == 0:
                     break
+                last = ends[open_rows] - 1
+                used = min(length, -(-int(last.max() + 1) // 64) * 64)
+                x, _ = self.model.hidden(ids[open_rows, :used], self.none_R)
+                picked = x[torch.arange(len(open_rows), device=self.device), last]
+                said = self.model.logits(picked.unsqueeze(1)).argmax(-1).squeeze(1)
+                ids[open_rows, last + 1] = said
+                ends[open_rows] += 1
+                done[open_rows] = torch.isin(said, stop)
         return [ids[row, len(p) : int(ends[row])].tolist() for row, p in enumerate(prompts)]
 
     def completions(self) -> dict[str, float]:
@@ -127,30 +131,36 @@ class Measures:
         found = self.generate([p["ids"] for p in prompts], 96, {end})
         good = loops = 0
         for prompt, ids in zip(prompts, found, strict=True):
-            body = cut_at_dedent(self.tokenizer.decode([i for i in ids if i != end], skip_special_tokens=False))
+            text = self.tokenizer.decode([i for i in ids if i != end], skip_special_tokens=False)
+            body = cut_at_dedent(text, ended=ids[-1] == end)
             good += bool(body.strip()) and parses(prompt["text"] + "\n" + body)
             loops += repeats(ids)
+            self.samples.append(body)
         return {"completions_parse": float(good), "completions_loop": float(loops), "prompts": float(len(prompts))}
 
     def chats(self) -> dict[str, float]:
-        """The same as chat requests: share that gives code which parses, share that ends by itself within 256."""
+        """The same as chat requests: share that gives code which parses, that ends by itself within 256, and both."""
         prompts, special = self.meta["completions"], self.meta["special"]
         stops = {special["<|im_end|>"], special["<|endoftext|>"]}
         found = self.generate([p["chat_ids"] for p in prompts], 256, stops)
-        ended = sum(ids[-1] in stops for ids in found)
-        code = sum(parses(self.tokenizer.decode([i for i in ids if i not in stops])) for ids in found)
-        return {"chat_end": float(ended), "chat_parse": float(code)}
+        ended = [ids[-1] in stops for ids in found]
+        answers = [self.tokenizer.decode([i for i in ids if i not in stops]) for ids in found]
+        code = [parses(answer) and "def " in answer for answer in answers]
+        self.samples += answers
+        both = sum(e and c for e, c in zip(ended, code, strict=True))
+        return {"chat_end": float(sum(ended)), "chat_code": float(sum(code)), "chat_good": float(both)}
 
 
-def cut_at_dedent(body: str) -> str:
-    """The lines of a completion up to the first that is not indented; a last line cut by the limit is dropped."""
+def cut_at_dedent(body: str, ended: bool = False) -> str:
+    """The lines of a completion up to the first that is not indented; a last line cut by the limit, not ``ended`` by
+    the model, is dropped."""
     lines = body.split("\n")
     kept = []
     for line in lines:
         if line.strip() and not line.startswith((" ", "\t")):
             return "\n".join(kept)
         kept.append(line)
-    return "\n".join(kept[:-1]) if len(kept) > 1 else body
+    return "\n".join(kept[:-1]) if len(kept) > 1 and not ended else body
 
 
 def repeats(ids: list[int]) -> bool:

@@ -620,12 +620,21 @@ class TrainModel(nn.Module):
         logits = self.logits(x, draft)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
 
-    def forward(self, window_BT2: torch.Tensor, picked_R: torch.Tensor, draft_weight: float) -> Outputs:
+    def forward(
+        self,
+        window_BT2: torch.Tensor,
+        picked_R: torch.Tensor,
+        draft_weight: float,
+        weights_BT2: torch.Tensor | None = None,
+    ) -> Outputs:
+        """Losses of windows. ``weights_BT2``: what each token counts as a target; None: one each."""
         ids, targets, beyond = window_BT2[:, :-2], window_BT2[:, 1:-1], window_BT2[:, 2:]
         x, facts = self.hidden(ids, picked_R)
         y, fact = self.drafted(x, targets, picked_R)
-        main = self.cross_entropy(x, targets, False).mean()
-        draft = self.cross_entropy(y, beyond, True).mean()
+        nats, draft_nats = self.cross_entropy(x, targets, False), self.cross_entropy(y, beyond, True)
+        if weights_BT2 is not None:
+            nats, draft_nats = nats * weights_BT2[:, 1:-1], draft_nats * weights_BT2[:, 2:]
+        main, draft = nats.mean(), draft_nats.mean()
         facts.append(fact)
         balance = torch.stack([f[0] for f in facts]).mean()
         distil = torch.stack([f[1] for f in facts]).sum()

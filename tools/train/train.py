@@ -5,7 +5,8 @@
 ``--state`` keeps the whole state (weights in FP32, momenta, step) where the next part finds it; ``--out`` receives the
 BF16 checkpoint, ``log.jsonl``, ``loss.png`` and ``figures.json``. If ``--state`` is empty and ``--weights`` names an
 exported checkpoint, the run goes on from those weights with fresh momenta. The schedule is warm-up by steps, then a
-constant rate, then a decay to zero over the last share of ``--total-seconds`` of training, by the clock.
+constant rate, then a decay to zero over the last share of ``--total-seconds`` of training, by the clock. ``--mix`` says
+what the rows of a batch are, ``--stutter`` how many bodies of whole documents repeat themselves (functions.py).
 Several GPUs of one machine share the batch: ``torchrun --nproc-per-node 4 tools/train/train.py ...``.
 """
 
@@ -25,10 +26,10 @@ import agree
 import numpy as np
 import torch
 from checkpoint import config_of, export, import_weights
-from data import Batches, load_stream
+from data import Batches, load_stream, read_mix
 from group import Group
 from measure import Measures
-from model import Config, TrainModel
+from model import Config, Outputs, TrainModel
 from optimiser import Optimiser
 from tokenizers import Tokenizer
 
@@ -41,6 +42,7 @@ GONE_WRONG = 3  # the exit status of a run that _guard ended
 LARGEST_NORM = 50.0
 LARGEST_BALANCE = 1.5
 JUDGED_STEP, JUDGED_LOSS = 150, 5.5  # a model that only knows how frequent tokens are stays near 6.8
+SAMPLES = 24  # completions that are printed
 INDEX_ROWS = 16  # one row in sixteen teaches the index, another one each step
 
 TINY: dict[str, Any] = {
@@ -73,9 +75,9 @@ class Progress:
     tokens: int = 0
 
 
-def rate_scale(step: int, seconds: float, total: float) -> float:
-    """Warm-up, hold, linear decay to zero."""
-    left = max(0.0, total - seconds) / (DECAY_SHARE * total)
+def rate_scale(step: int, seconds: float, total: float, decay: float = DECAY_SHARE) -> float:
+    """Warm-up, hold, linear decay to zero over the last share ``decay``."""
+    left = max(0.0, total - seconds) / (decay * total)
     return min(1.0, (step + 1) / WARM_STEPS) * min(1.0, left)
 
 
@@ -107,12 +109,19 @@ class Trainer:
         self.model.to(self.device)
         self.progress = Progress()
         state = args.state / "state.pt"
+        self.before: dict[str, Any] | None = None  # the figures of the part whose weights this one goes on from
+        if args.weights and (args.weights / "figures.json").exists():
+            self.before = json.loads((args.weights / "figures.json").read_text())
         if not state.exists() and args.weights:
             import_weights(self.model, args.weights)
         self.optimiser = Optimiser(self.model)
         if state.exists():
             self._load(state)
-        self.batches = Batches(args.tokens, args.rows, self.length, args.seed, self.device)
+        try:
+            mix = read_mix(args.mix, args.rows)
+        except ValueError as error:
+            sys.exit(str(error))
+        self.batches = Batches(args.tokens, mix, self.length, args.seed, self.group, args.stutter)
         self.meta = meta
         self.log: list[dict[str, Any]] = []
         self.low = self.device.type == "cuda"
@@ -126,7 +135,7 @@ class Trainer:
         """Compares gradients of every kind of block and takes remedies: what both kinds of layer have wrong is laid to
         the grouped experts, what one kind has wrong to its compilation, what stays wrong to TF32."""
         picked = torch.arange(0, self.length, INDEX_ROWS, device=self.device)
-        start, window = time.perf_counter(), self.batches.batch(self.progress.step)[:: self.group.size]
+        start, window = time.perf_counter(), self.group.same(self.batches.batch(self.progress.step).windows)
         for form in ("as trained", "first remedy", "second remedy", "FP32 products"):
             answers = agree.compare(self.model, window, picked, self.low)
             for a in answers:
@@ -165,19 +174,23 @@ class Trainer:
         torch.save(state, self.args.state / "state.part")
         (self.args.state / "state.part").replace(self.args.state / "state.pt")
 
+    def _forward(self, step: int, picked: torch.Tensor) -> Outputs:
+        batch = self.batches.batch(step)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.low):
+            return self.model(batch.windows, picked, DRAFT_WEIGHT, batch.weights)
+
     def step(self) -> dict[str, torch.Tensor]:
         """One step; its figures stay on the device."""
         p = self.progress
         picked = torch.arange(p.step % INDEX_ROWS, self.length, INDEX_ROWS, device=self.device)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.low):
-            out = self.model(self.group.share(self.batches.batch(p.step)), picked, DRAFT_WEIGHT)
+        out = self._forward(p.step, picked)
         out.loss.backward()
         least = out.shares_LE.min() * self.model.c.experts  # of this process's rows
         names = ("main", "draft", "balance", "distil", "least_used")
         figures = (out.main, out.draft, out.balance, out.distil, least)
         figures = self.group.average(self.optimiser.parameters, figures)
         norm = self.optimiser.clip(1.0)
-        self.optimiser.step(self.args.rate * rate_scale(p.step, p.seconds, self.args.total_seconds))
+        self.optimiser.step(self.args.rate * rate_scale(p.step, p.seconds, self.args.total_seconds, self.args.decay))
         p.step += 1
         p.tokens += self.args.rows * self.length
         return dict(zip(names, figures, strict=True)) | {"norm": norm}
@@ -245,9 +258,7 @@ class Trainer:
     def _blame(self) -> None:
         """Prints which tensors have the largest gradients on the next batch."""
         picked = torch.arange(0, self.length, INDEX_ROWS, device=self.device)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.low):
-            out = self.model(self.group.share(self.batches.batch(self.progress.step)), picked, DRAFT_WEIGHT)
-        out.loss.backward()
+        self._forward(self.progress.step, picked).loss.backward()
         found = {name: float(p.grad.norm()) for name, p in self.model.named_parameters() if p.grad is not None}
         for name in sorted(found, key=lambda n: -found[n])[:12]:
             self._say({"tensor": name, "norm": found[name]})
@@ -264,6 +275,10 @@ class Trainer:
         (args.out / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in log))
         figures: dict[str, Any] = vars(self.progress) | {
             "processes": self.group.size,
+            "mix": self.batches.mix,
+            "stutter": args.stutter,
+            "rate": args.rate,
+            "before": self.before,
             "parameters": sum(q.numel() for q in self.model.parameters()),
             "epochs_of_code": round(self.batches.epochs(self.progress.step), 2),
             "sha256": hashes,
@@ -277,9 +292,11 @@ class Trainer:
         measures = Measures(self.model, self.meta, heldout, tokenizer, args.eval_windows)
         wanted = [measures.text, measures.retrieval]
         for measure in wanted + ([measures.completions, measures.chats] if args.generate else []):
-            figures |= measure()
-            print(json.dumps(figures | {"sha256": None}), f"{time.perf_counter() - start:.1f} s", flush=True)
+            found = measure()
+            figures |= found
+            print(json.dumps(found), f"{time.perf_counter() - start:.1f} s", flush=True)
             (args.out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+        print(json.dumps({"samples": measures.samples[:SAMPLES]}), flush=True)
         plot(log, args.out / "loss.png")
 
 
@@ -322,6 +339,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--eval-windows", type=int, help="held-out windows to measure (default: all)")
     parser.add_argument("--generate", action="store_true", help="measure completions and chats too")
     parser.add_argument("--rate", type=float, default=1.0, help="factor of both learning rates")
+    parser.add_argument("--decay", type=float, default=DECAY_SHARE, help="share of the time in which the rate falls")
+    parser.add_argument(
+        "--mix", help="rows of a batch, as code=8,chat=11,functions=11,retrieval=2 (default: no functions)"
+    )
+    parser.add_argument("--stutter", type=float, default=0.0, help="share of bodies that repeat a piece, unlearned")
     parser.add_argument("--compile", action="store_true", help="compile the blocks; see docs/log.md on their gradients")
     parser.add_argument("--wide", action="store_true", help="experts as wide products on a GPU too")
     parser.add_argument("--guard", action="store_true", help="compare gradients first; stop a run that goes wrong")
