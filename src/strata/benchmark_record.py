@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import cast
 
 from strata import version
 from strata.errors import ConfigError
@@ -95,12 +96,35 @@ class Record:
         """The last line that a benchmark prints."""
         return json.dumps(self.as_json(), allow_nan=False)
 
+    def merge_into(self, path: Path) -> None:
+        """Writes the record with the figures that ``path`` holds beside its own; those of another commit say which.
+
+        Raises ``ConfigError`` for a file that is no record.
+        """
+        table = self.as_json()
+        if path.exists():
+            try:
+                before = json.loads(path.read_text(encoding="utf-8"))
+                kept = {name: dict(one) for name, one in before["figures"].items() if name not in self.figures}
+                other = {} if before["commit"] == self.commit else {"commit": before["commit"], "when": before["when"]}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(f"{path.name} is no benchmark record: {error}", "move it away") from error
+            table["figures"] = {name: other | one for name, one in kept.items()} | dict(
+                cast("dict[str, object]", table["figures"])
+            )
+            refuse_private(table)
+        _write(table, path)
+
     def write(self, path: Path) -> None:
         """Writes the record whole or not at all; creates the machine's folder."""
-        text = json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path, "w") as handle:
-            handle.write(text)
+        _write(self.as_json(), path)
+
+
+def _write(table: Mapping[str, object], path: Path) -> None:
+    text = json.dumps(table, indent=2, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path, "w") as handle:
+        handle.write(text)
 
 
 def record_path(results: Path, machine: str, name: str) -> Path:

@@ -24,7 +24,7 @@ from strata.errors import CheckpointError
 from strata.kernels.ops import Matrix
 from strata.quant.blocks import QuantisedMatrix, dequantise
 
-__all__ = ["export_checkpoint"]
+__all__ = ["export_checkpoint", "export_reader"]
 
 SHARD_BYTES = 4 << 30
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")
@@ -46,33 +46,42 @@ def export_checkpoint(
     and a disk without room; nothing half-written stays.
     """
     with PackReader(pack) as reader:
-        exporter = _Exporter(reader)
-        tensors = list(exporter.tensors())
-        names = [name for name, *_ in tensors]
-        if len(set(names)) != len(names):
-            raise CheckpointError(f"{reader.folder} names a tensor twice", "make the pack again with strata pack")
-        shards = _split_shards(tensors, shard_bytes)
-        total = sum(_bytes_of(tensor) for tensor in tensors)
-        small = sum((reader.folder / name).stat().st_size for name in reader.manifest.tokenizer_files)
-        with WholeFolder(destination, total + small + 1024 * (len(tensors) + 64)) as folder:
-            done = 0
-            for number, shard in enumerate(shards, start=1):
-                file = _shard_name(number, len(shards))
-                folder.write(file, lambda opened, shard=shard: _write_shard(opened, shard))  # type: ignore[misc]
-                done += sum(_bytes_of(tensor) for tensor in shard)
-                if progress is not None:
-                    progress(file, done, total)
-            for name in reader.manifest.tokenizer_files:
-                folder.copy(reader.folder / name)
-            _write_json(folder, "config.json", exporter.config())
-            if len(shards) > 1:
-                index = {
-                    name: _shard_name(number, len(shards))
-                    for number, shard in enumerate(shards, 1)
-                    for name, *_ in shard
-                }
-                _write_json(folder, INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index})
-        return folder.destination
+        return export_reader(reader, destination, shard_bytes=shard_bytes, progress=progress)
+
+
+def export_reader(
+    reader: PackReader,
+    destination: str | Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Path:
+    """See ``export_checkpoint``: of an open pack, or of a model that is computed."""
+    exporter = _Exporter(reader)
+    tensors = list(exporter.tensors())
+    names = [name for name, *_ in tensors]
+    if len(set(names)) != len(names):
+        raise CheckpointError(f"{reader.folder} names a tensor twice", "make the pack again with strata pack")
+    shards = _split_shards(tensors, shard_bytes)
+    total = sum(_bytes_of(tensor) for tensor in tensors)
+    small = sum((reader.folder / name).stat().st_size for name in reader.manifest.tokenizer_files)
+    with WholeFolder(destination, total + small + 1024 * (len(tensors) + 64)) as folder:
+        done = 0
+        for number, shard in enumerate(shards, start=1):
+            file = _shard_name(number, len(shards))
+            folder.write(file, lambda opened, shard=shard: _write_shard(opened, shard))  # type: ignore[misc]
+            done += sum(_bytes_of(tensor) for tensor in shard)
+            if progress is not None:
+                progress(file, done, total)
+        for name in reader.manifest.tokenizer_files:
+            folder.copy(reader.folder / name)
+        _write_json(folder, "config.json", exporter.config())
+        if len(shards) > 1:
+            index = {
+                name: _shard_name(number, len(shards)) for number, shard in enumerate(shards, 1) for name, *_ in shard
+            }
+            _write_json(folder, INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index})
+    return folder.destination
 
 
 class _Exporter:

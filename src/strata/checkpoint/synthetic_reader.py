@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -62,7 +62,8 @@ class Scaling:
 
 
 class SyntheticReader(PackReader):
-    """See the module's page. ``folder`` holds what is learned about the model (a profile), never its weights."""
+    """See the module's page. ``folder`` holds what is learned about the model (a profile) and its tokenizer, never its
+    weights."""
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class SyntheticReader(PackReader):
         top_k: int,
         scaling: Scaling,
         weights: SyntheticWeights = SyntheticWeights(),
+        tokenizer_files: Sequence[str] = (),
     ) -> None:
         # Nothing of a pack is opened, so PackReader's constructor is not called; every method is replaced or needs
         # only what is set here.
@@ -93,7 +95,7 @@ class SyntheticReader(PackReader):
         count = (len(self.expert_layers), first.num_experts)
         self.tensor_scales = self._expert_scales().expand(*count, 3).contiguous()
         self.checksums = np.zeros(count, np.uint64)
-        self.manifest = self._describe(raw, family, weight_map)
+        self.manifest = self._describe(raw, family, weight_map, tokenizer_files)
 
     @property
     def dense_bytes(self) -> int:
@@ -231,7 +233,9 @@ class SyntheticReader(PackReader):
 
     # Describing ---------------------------------------------------------------------------------------------------
 
-    def _describe(self, raw: Mapping[str, Any], family: str, weight_map: WeightMap) -> Manifest:
+    def _describe(
+        self, raw: Mapping[str, Any], family: str, weight_map: WeightMap, tokenizer_files: Sequence[str]
+    ) -> Manifest:
         formats = plan_dense(weight_map.dense, DenseFormats(self.weights.dense, self.weights.hyper)).formats
         dense, tables = {}, {}
         for entry in weight_map.dense:
@@ -261,7 +265,7 @@ class SyntheticReader(PackReader):
             dense=dense,
             tables=tables,
             experts=self._describe_experts(weight_map),
-            tokenizer_files=[],
+            tokenizer_files=list(tokenizer_files),
             files={},
         )
 

@@ -1,7 +1,7 @@
-"""``strata bench kernels|cache|decode|prompt``: kernels beside a plain sum, hit rates, and speed beside its forecast.
+"""``strata bench``: kernels beside a plain sum, hit rates, speed beside its forecast, and synthetic models.
 
-Lives in ``cli``; measuring is done by ``kernels.bench``, ``engine.cache_bench`` and ``engine.speed_bench``. Every
-benchmark ends in one JSON line.
+Lives in ``cli``; measuring is done by ``kernels.bench``, ``engine.cache_bench``, ``engine.speed_bench`` and
+``engine.synthetic_bench``. Every benchmark ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ import typer
 
 from strata.benchmark_record import record_path
 from strata.cli.configure import Configure
+from strata.cli.synthetic_bench import SyntheticWords, run_synthetic, write_checkpoint
 from strata.errors import ConfigError
 
 if TYPE_CHECKING:
     from strata.benchmark_record import Record
     from strata.config import Requested
 
-KINDS = ("kernels", "cache", "decode", "prompt")
+KINDS = ("kernels", "cache", "decode", "prompt", "ready", "checkpoint")
+SYNTHETIC_TOKENS = 512
 
 
 def command(
     configure: Configure,
-    what: Annotated[str, typer.Argument(metavar="kernels|cache|decode|prompt", help="What to measure.")],
+    what: Annotated[
+        str, typer.Argument(metavar="kernels|cache|decode|prompt|ready|checkpoint", help="What to measure.")
+    ],
     name: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="cache, decode, prompt: the model; else the built-in one.")
     ] = None,
@@ -35,11 +39,28 @@ def command(
     ] = None,
     tokens: Annotated[int, typer.Option(min=64, help="cache: tokens of it.")] = 4096,
     prompt: Annotated[int, typer.Option(min=1, help="decode, prompt: tokens of each fresh prompt.")] = 512,
-    decode: Annotated[int, typer.Option(min=1, help="decode, prompt: tokens decoded after it.")] = 64,
+    decode: Annotated[
+        int | None, typer.Option(min=1, help="decode, prompt: tokens decoded after it; else 64, synthetic 512.")
+    ] = None,
     runs: Annotated[int, typer.Option(min=1, help="decode, prompt: prompts; the median counts.")] = 3,
     measure: Annotated[
         bool, typer.Option("--measure", help="decode, prompt: measure this machine again for the forecast.")
     ] = False,
+    synthetic: Annotated[
+        str | None, typer.Option(metavar="SHAPE", help="decode, ready, checkpoint: a computed model of a known shape.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="synthetic: its first layers alone.")] = None,
+    arm: Annotated[
+        list[str] | None, typer.Option(help="synthetic decode: skewed, independent, uniform, depth; may be repeated.")
+    ] = None,
+    learn: Annotated[int, typer.Option(min=64, help="synthetic: other tokens that the profile is learned on.")] = 2048,
+    dense: Annotated[str, typer.Option(metavar="q8_0|bf16", help="synthetic: format of dense weights.")] = "q8_0",
+    experts: Annotated[str, typer.Option(metavar="nvfp4|q8_0|bf16", help="synthetic: format of experts.")] = "nvfp4",
+    weight_seed: Annotated[int, typer.Option(min=0, help="synthetic: what weights are computed from.")] = 1,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="synthetic: writes a timeline of a few rounds, and draws it.")
+    ] = None,
+    to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="checkpoint: where it is written.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="PNG", help="cache: draw hit rate against slots.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep the record in FOLDER/<machine>/.")] = None,
     machine: Annotated[str, typer.Option(help="What this machine is called in a kept record.")] = "this-pc",
@@ -48,12 +69,26 @@ def command(
     if what not in KINDS:
         raise ConfigError(f"bench {what!r} is not known", f"use one of: {', '.join(KINDS)}")
     requested = configure(name)
+    if what in ("ready", "checkpoint") and synthetic is None:
+        raise ConfigError(f"bench {what} needs --synthetic SHAPE", "strata bench ready --synthetic SHAPE")
+    if synthetic is not None:
+        tokens = decode or SYNTHETIC_TOKENS
+        words = SyntheticWords(
+            synthetic, layers, arm or (), runs, tokens, learn, dense, experts, weight_seed, profile, out, machine
+        )
+        if what == "checkpoint":
+            if to is None:
+                raise ConfigError("bench checkpoint needs --to FOLDER", "name a folder that is not there yet")
+            write_checkpoint(words, to)
+            return 0
+        print(run_synthetic(what, words, requested).line())
+        return 0
     if what == "cache":
         record = bench_cache(requested, text, tokens, plot)
     elif what == "kernels":
         record = bench_kernels(requested, gib, repeats)
     else:
-        record = bench_speed(requested, what, prompt, decode, runs, measure)
+        record = bench_speed(requested, what, prompt, decode or 64, runs, measure)
     if out is not None:
         record.write(record_path(out, machine, what))
     print(record.line())

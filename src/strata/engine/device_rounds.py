@@ -157,6 +157,31 @@ class DeviceRounds:
         """Of a round with logits, for a profile."""
         return self._round(rows, with_logits=True).launches
 
+    def time_launches(self, ids: Sequence[int]) -> list[tuple[str, float]]:
+        """A round launch by launch with events between: (kernel, seconds). It is not to be committed.
+
+        Empty where the machine has no clock of its own. Raises ``RoundGivenUp``.
+        """
+        run_timed = getattr(self._machine, "run_timed", None)
+        if run_timed is None:
+            return []
+        chosen = self._round(len(ids), with_logits=True)
+        self._write_inputs(ids)
+        if self.dispatch.refresh():
+            self._settle()
+        failure: EngineError | None = None
+        self.dispatch.conductor.begin()
+        try:
+            timed = run_timed(chosen.launches)
+        finally:
+            self.state.folded()
+            try:
+                self.dispatch.conductor.end()
+            except EngineError as error:
+                failure = error
+        self._check_end(failure)
+        return [(one.kernel, one.microseconds / 1e6) for one in timed]
+
     def close(self) -> None:
         self._machine.synchronize()
         self._rounds.clear()

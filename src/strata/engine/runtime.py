@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from strata.engine.device_rounds import DeviceRounds
     from strata.experts.injection import FaultInjection
     from strata.kernels.backend import Backend
+    from strata.kernels.cuda.card_rates import CardRates
     from strata.kernels.ops import ExpertExecutor
     from strata.kvcache.attention_cache import KvFormat
     from strata.layers.ngram import NgramTable
@@ -249,6 +250,19 @@ class Runtime:
     def count_picks(self) -> NDArray[np.int64]:
         """[layers, experts] rows that picked each expert since the start; between rounds only."""
         return self._system.count_picks()
+
+    @property
+    def num_launches(self) -> int:
+        """Launches of a round of one row on a card; 0 on the CPU."""
+        return 0 if self.rounds is None else len(self.rounds.launches(1))
+
+    def card_rates(self) -> CardRates | None:
+        """What the card and its link give now, measured between rounds; None on the CPU."""
+        if self._device is None:
+            return None
+        from strata.kernels.cuda.card_rates import measure_card
+
+        return measure_card(self._device.machine, self._device.backend, self.num_launches)
 
     def statistics(self) -> RuntimeStatistics:
         return RuntimeStatistics(self._ready_seconds, self._threads, self._system.statistics())

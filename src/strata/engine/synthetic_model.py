@@ -18,6 +18,7 @@ from strata.models.synthetic_shapes import gain_of, is_router, synthetic_config,
 from strata.paths import find_home
 from strata.text.byte_tokenizer import byte_tokenizer
 from strata.text.pipeline import TextPipeline
+from strata.text.tokenizer_files import tokenizer_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,9 +38,9 @@ def open_synthetic(
     name = f"synthetic-{shape}-{config.num_layers}"
     table = json.dumps([raw, asdict(weights), GENERATION], sort_keys=True)
     folder = _folder(f"{name}-{weights.routing}-{hashlib.sha256(table.encode()).hexdigest()[:12]}")
-    reader = SyntheticReader(
-        folder, raw, config.family, synthetic_map(raw), config.top_k, Scaling(gain_of, is_router), weights
-    )
+    files = [path.name for path in tokenizer_files(folder)]
+    scaling = Scaling(gain_of, is_router)
+    reader = SyntheticReader(folder, raw, config.family, synthetic_map(raw), config.top_k, scaling, weights, files)
     return OpenModel(name, reader, family, config, TextPipeline.from_directory(folder), random=True)
 
 

@@ -1,8 +1,8 @@
 """Measures what this machine's memory and drive give: reading RAM, copying it, reading files in large pieces.
 
-Lives in ``memory`` because page caches and direct reads are the operating system's. Each rate is the median of many
-short passes: the best of them is what no round of a model ever sees. It must not know models; that pieces are as large
-as experts is a size that it is given.
+Lives in ``memory`` because page caches and direct reads are the operating system's. Each rate is the mean of many
+short passes, stalls left out: a round of a model is a sum of such. It must not know models; that pieces are as large as
+experts is a size that it is given.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 from strata.kernels.cpu.checksum import checksum_at
 from strata.kernels.cpu.library import check, declare
 from strata.kernels.cpu.stager import Stager
 from strata.memory.system import system
+from strata.stats import steady_mean
 
-__all__ = ["PIECE_BYTES", "STAGER_THREADS", "Bandwidths", "measure_bandwidths"]
+__all__ = ["PIECE_BYTES", "STAGER_THREADS", "Bandwidths", "measure_bandwidths", "measure_memory_read"]
 
 PIECE_BYTES = 2_764_800  # an expert of 640 x 2560 in NVFP4: 675 pages
 SEQUENTIAL_BYTES = 8 << 20
@@ -37,21 +37,26 @@ LEAVE_FREE = 1 << 30  # of the drive
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Bytes a second; ``cached_read`` with ``STAGER_THREADS`` threads that verify what they read.
+    """Bytes a second; ``memory_copy`` by ``STAGER_THREADS`` threads, ``single_copy`` by the one that asks for it, as a
+    device made of RAM copies; ``cached_read`` by threads that verify what they read.
 
     None: not measured, because the drive has no room or does not read past its cache.
     """
 
     memory_read: float
     memory_copy: float
+    single_copy: float
     cached_read: float | None
     mapped_read: float | None
     drive_sequential: float | None
     drive_pieces: float | None
 
 
-def measure_bandwidths(folder: Path, *, num_threads: int, size_bytes: int = 192 << 20, passes: int = 3) -> Bandwidths:
-    """Reads and copies ``size_bytes`` of RAM, and a file as large in ``folder``, which is removed again.
+def measure_bandwidths(
+    folder: Path, *, num_threads: int, sample: Path | None = None, size_bytes: int = 192 << 20, passes: int = 3
+) -> Bandwidths:
+    """Reads and copies ``size_bytes`` of RAM, and as much of the file ``sample``, which is a model's own: it lies where
+    the model lies, and as the system keeps it. Else of a file in ``folder``, which is removed again.
 
     ``num_threads`` is the pool's, which must have been configured. ``size_bytes`` should be several times the last
     cache. Raises ``MemoryError`` where RAM is short.
@@ -65,37 +70,52 @@ def measure_bandwidths(folder: Path, *, num_threads: int, size_bytes: int = 192 
         _fill(source.address, source.nbytes)
         system.touch_pages(target.address, target.nbytes)
         parts = _parts(source.nbytes) * passes
-        read = median(_sum(source.address + at) for at in parts)
-        copied = median(_copy(stager, target.address + at, source.address + at) for at in parts)
-        drive = _measure_drive(folder, stager, source, target, passes)
-        return Bandwidths(read, copied, *drive)
+        read = _steady(_sum(source.address + at) for at in parts)
+        copied = _steady(_copy(stager, target.address + at, source.address + at) for at in parts)
+        alone = _steady(_copy_alone(target.address + at, source.address + at) for at in parts)
+        drive = _measure_drive(folder, sample, stager, source, target, passes)
+        return Bandwidths(read, copied, alone, *drive)
     finally:
         stager.close()
         source.free()
         target.free()
 
 
+def measure_memory_read(*, size_bytes: int = 512 << 20, passes: int = 3) -> float:
+    """Bytes a second of reading RAM with the pool's threads alone. Raises ``MemoryError`` where RAM is short."""
+    region = system.map_region(size_bytes, huge_pages=True)
+    try:
+        _fill(region.address, region.nbytes)
+        return _steady(_sum(region.address + at) for at in _parts(region.nbytes) * passes)
+    finally:
+        region.free()
+
+
 def _parts(nbytes: int) -> list[int]:
     return list(range(0, nbytes - PART_BYTES + 1, PART_BYTES))
 
 
-def _sum(address: int, *, advise: bool = False) -> float:
-    """Rate of reading a part. ``advise``: as pages of a mapped file are read, asked for piece by piece before."""
+def _sum(address: int, nbytes: int = PART_BYTES, *, advise: bool = False) -> float:
+    """Rate of reading a part. ``advise``: as pages of a mapped file are read, asked for before."""
     add = declare("strata_memory_sum", ctypes.c_void_p, ctypes.c_long, ctypes.c_void_p)
     total = ctypes.c_uint64()
 
     def work() -> None:
-        for at in range(0, PART_BYTES, PIECE_BYTES) if advise else ():
-            system.advise(address + at, PIECE_BYTES, "will_need")
-        check(add(address, PART_BYTES, ctypes.byref(total)))
+        if advise:
+            system.advise(address, nbytes, "will_need")
+        check(add(address, nbytes, ctypes.byref(total)))
 
-    return _rate(PART_BYTES, work)
+    return _rate(nbytes, work)
 
 
 def _copy(stager: Stager, target: int, source: int) -> float:
     pieces = [(at, PIECE_BYTES) for at in range(0, PART_BYTES - PIECE_BYTES + 1, PIECE_BYTES)]
     start = lambda at, n: stager.copy(target + at, source + at, n)  # noqa: E731
     return _rate(len(pieces) * PIECE_BYTES, lambda: _run(stager, pieces, start))
+
+
+def _copy_alone(target: int, source: int) -> float:
+    return _rate(PART_BYTES, lambda: ctypes.memmove(target, source, PART_BYTES))
 
 
 def _fill(address: int, nbytes: int) -> None:
@@ -111,6 +131,11 @@ def _rate(nbytes: int, work: Callable[[], object]) -> float:
     return nbytes / (time.perf_counter() - began)
 
 
+def _steady(rates: Iterable[float]) -> float:
+    """The rate of passes of one size, each at one of ``rates``."""
+    return 1 / steady_mean([1 / rate for rate in rates])
+
+
 def _run(stager: Stager, parts: list[tuple[int, int]], start: Callable[[int, int], int]) -> None:
     """Keeps ``IN_FLIGHT`` jobs under way until all are done."""
     tickets: list[int] = []
@@ -123,42 +148,54 @@ def _run(stager: Stager, parts: list[tuple[int, int]], start: Callable[[int, int
 
 
 def _measure_drive(
-    folder: Path, stager: Stager, source: system.Region, target: system.Region, passes: int
+    folder: Path, sample: Path | None, stager: Stager, source: system.Region, target: system.Region, passes: int
 ) -> tuple[float | None, float | None, float | None, float | None]:
     """(through the page cache, where a mapping shows it, in large pieces past it, in pieces like experts past it)."""
     size = source.nbytes // SEQUENTIAL_BYTES * SEQUENTIAL_BYTES
+    if sample is not None and sample.stat().st_size >= size:
+        return _measure_file(sample, stager, target, size, passes)
     if shutil.disk_usage(folder).free < size + LEAVE_FREE:
         return None, None, None, None
-    pieces = [(index * PIECE_BYTES, PIECE_BYTES) for index in range(size // PIECE_BYTES)]
+    with _file(folder, source.address, size) as path:
+        return _measure_file(path, stager, target, size, passes)
+
+
+def _measure_file(
+    path: Path, stager: Stager, target: system.Region, size: int, passes: int
+) -> tuple[float | None, float | None, float | None, float | None]:
+    """The four rates over pieces spread evenly over a file, as many as ``size`` bytes hold."""
+    number = size // PIECE_BYTES
+    step = path.stat().st_size // number // system.PAGE_BYTES * system.PAGE_BYTES
+    pieces = [(index * step, PIECE_BYTES) for index in range(number)]
+    place = {at: target.address + index * PIECE_BYTES for index, (at, _) in enumerate(pieces)}
     scattered = sorted(pieces, key=lambda part: hash(part[0] * 0x9E3779B1) & 0xFFFF)
     blocks = [(at, SEQUENTIAL_BYTES) for at in range(0, size, SEQUENTIAL_BYTES)]
-    sums = {at: checksum_at(source.address + at, nbytes) for at, nbytes in pieces}
-    with _file(folder, source.address, size) as path:
-        plain = os.open(path, os.O_RDONLY)
-        try:
-            warm = lambda at, n: stager.read(plain, at, target.address + at, n, sums[at])  # noqa: E731
-            parts = [scattered[first : first + 8] for first in range(0, len(scattered) - 7, 8)] * passes
-            cached = median(_rate(len(part) * PIECE_BYTES, partial(_run, stager, part, warm)) for part in parts)
-        finally:
-            os.close(plain)
-        mapping = system.map_file(path)
-        mapped = median(_sum(mapping.address + at, advise=True) for at in _parts(mapping.nbytes) * passes)
-        mapping.free()
-        try:
-            direct = os.open(path, os.O_RDONLY | system.direct_read_flag())
-        except OSError:  # a file system in RAM has no drive to read past its cache
-            return cached, mapped, None, None
-        try:
-            read = lambda at, n: stager.read(direct, at, target.address + at, n)  # noqa: E731
-            sequential = _rate(size, lambda: _run(stager, blocks, read))
-            return (
-                cached,
-                mapped,
-                sequential,
-                _rate(len(pieces) * PIECE_BYTES, lambda: _run(stager, scattered, read)),
-            )
-        finally:
-            os.close(direct)
+    plain = os.open(path, os.O_RDONLY)
+    try:
+        _run(stager, pieces, lambda at, n: stager.read(plain, at, place[at], n))  # into the cache
+        sums = {at: checksum_at(place[at], nbytes) for at, nbytes in pieces}
+        warm = lambda at, n: stager.read(plain, at, place[at], n, sums[at])  # noqa: E731
+        parts = [scattered[first : first + 8] for first in range(0, len(scattered) - 7, 8)] * passes
+        cached = _steady(_rate(len(part) * PIECE_BYTES, partial(_run, stager, part, warm)) for part in parts)
+    finally:
+        os.close(plain)
+    mapping = system.map_file(path)
+    mapped = _steady(_sum(mapping.address + at, PIECE_BYTES, advise=True) for at, _ in pieces * passes)
+    mapping.free()
+    try:
+        direct = os.open(path, os.O_RDONLY | system.direct_read_flag())
+    except OSError:  # a file system in RAM has no drive to read past its cache
+        return cached, mapped, None, None
+    try:
+        in_blocks = _rate(
+            size, lambda: _run(stager, blocks, lambda at, n: stager.read(direct, at, target.address + at, n))
+        )
+        in_pieces = _rate(
+            number * PIECE_BYTES, lambda: _run(stager, scattered, lambda at, n: stager.read(direct, at, place[at], n))
+        )
+        return cached, mapped, in_blocks, in_pieces
+    finally:
+        os.close(direct)
 
 
 @contextmanager

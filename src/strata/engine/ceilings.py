@@ -1,0 +1,83 @@
+"""The bound of a decode round: the bytes that it reads over measured rates, and its launches over theirs.
+
+Lives in ``engine`` because it joins what a runtime holds and counts with the rates of RAM, VRAM and link. The bound is
+arithmetic; the rates are measured once at the start. Issue: a round is the sum over layers of dense and state bytes,
+then the slower of hits from VRAM and misses over CPU and link together, then posting and waiting, then launches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from strata.memory.bandwidth import measure_memory_read
+
+if TYPE_CHECKING:
+    from strata.engine.runtime import Runtime
+
+__all__ = ["Ceilings", "RoundBytes", "measure_ceilings", "round_seconds"]
+
+POST_AND_WAIT_SECONDS = 3.6e-6  # of a layer inside a captured graph, measured on an H200 by the mailbox's self-test
+GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Bytes a second. Without a card ``vram``, ``link`` and ``launch_seconds`` are None: RAM is all there is.
+
+    ``together``: CPU and link reading RAM at once, at most what RAM gives to both.
+    """
+
+    ram: float
+    vram: float | None = None
+    link: float | None = None
+    launch_seconds: float = 0.0
+    num_launches: int = 0
+
+    @property
+    def together(self) -> float:
+        return self.ram + (self.link or 0.0)
+
+    def lines(self) -> list[str]:
+        found = [f"RAM {self.ram / GIGA:.1f} GB/s (read by all threads)"]
+        if self.vram is not None:
+            found.append(f"VRAM {self.vram / GIGA:,.0f} GB/s")
+        if self.link is not None:
+            found.append(f"link {self.link / GIGA:.1f} GB/s (page-locked, in pieces of an expert)")
+        if self.num_launches:
+            found.append(f"{self.num_launches:,} launches of {1e6 * self.launch_seconds:.2f} us")
+        return ["measured: " + ", ".join(found)]
+
+
+@dataclass(frozen=True)
+class RoundBytes:
+    """What a round of one row reads, bytes: ``dense`` with recurrent state and keys, experts by where they lie."""
+
+    dense: float
+    hits: float
+    misses: float
+    num_layers: int
+
+    def line(self) -> str:
+        return (
+            f"bytes a token: dense and state {self.dense / GIGA:.3f} GB, experts from slots {self.hits / GIGA:.3f} GB, "
+            f"from elsewhere {self.misses / GIGA:.3f} GB"
+        )
+
+
+def round_seconds(ceilings: Ceilings, read: RoundBytes) -> float:
+    """The bound of one round. On the CPU slots are RAM as all else is."""
+    if ceilings.vram is None:
+        return (read.dense + read.hits + read.misses) / ceilings.ram
+    experts = max(read.hits / ceilings.vram, read.misses / ceilings.together)
+    waiting = read.num_layers * POST_AND_WAIT_SECONDS if read.misses else 0.0
+    return read.dense / ceilings.vram + experts + waiting + ceilings.num_launches * ceilings.launch_seconds
+
+
+def measure_ceilings(runtime: Runtime) -> Ceilings:
+    """Rates of this machine, and of the card that the runtime computes on."""
+    ram = measure_memory_read()
+    card = runtime.card_rates()
+    if card is None:
+        return Ceilings(ram)
+    return Ceilings(ram, card.vram, card.link, card.launch_seconds, runtime.num_launches)

@@ -1,0 +1,57 @@
+"""Runs of a benchmark's arms, kept as they end, so that a stopped benchmark goes on where it was.
+
+Lives in ``engine`` beside the benchmarks with arms; the figures made of the runs are ``benchmark_record``'s. Runs count
+together only where model, settings, machine and commit are the same. It must not know what was measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from strata.files import atomic_write
+
+__all__ = ["KeptRuns"]
+
+
+@dataclass(frozen=True)
+class KeptRuns:
+    """The file of one key in ``folder``. A run is a flat table of numbers."""
+
+    folder: Path
+    key: Mapping[str, object]
+
+    @property
+    def path(self) -> Path:
+        words = json.dumps(dict(self.key), sort_keys=True, default=str)
+        return self.folder / f"runs-{hashlib.sha256(words.encode()).hexdigest()[:12]}.json"
+
+    def read(self, arm: str) -> list[dict[str, float]]:
+        """The runs of an arm so far; none where the file is not one of this key."""
+        found = self._table().get(arm, [])
+        return [dict(run) for run in found]
+
+    def add(self, arm: str, run: Mapping[str, float]) -> None:
+        """Keeps one more run, at once."""
+        table = self._table()
+        table.setdefault(arm, []).append(dict(run))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self.path, "w") as file:
+            json.dump({"key": dict(self.key), "arms": table}, file, indent=1, default=str)
+
+    def forget(self, arm: str) -> None:
+        """An arm that is to be measured anew."""
+        table = self._table()
+        if table.pop(arm, None) is not None:
+            with atomic_write(self.path, "w") as file:
+                json.dump({"key": dict(self.key), "arms": table}, file, indent=1, default=str)
+
+    def _table(self) -> dict[str, list[dict[str, float]]]:
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))["arms"]
+        except (OSError, ValueError, KeyError):
+            return {}
+        return found if isinstance(found, dict) else {}

@@ -1,0 +1,346 @@
+"""``strata bench decode|ready --synthetic SHAPE``: a computed model of a released shape, measured with a known routing.
+
+Lives in ``engine`` because it opens, loads and runs a model as any command does, through ``Runtime`` and ``Session``
+alone, so that it measures the CPU and a card alike. Tokens are forced from a fixed list; the profile that places
+experts is learned on other tokens; what the router did is counted on the very tokens that are measured. It must not
+know a model's name or where experts lie. Decision records 0086 and 0087.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata import version
+from strata.benchmark_record import Figure
+from strata.checkpoint.synthetic_reader import SyntheticWeights
+from strata.checkpoint.synthetic_routing import Routing
+from strata.engine.ceilings import Ceilings, RoundBytes, measure_ceilings, round_seconds
+from strata.engine.kept_runs import KeptRuns
+from strata.engine.round_profile import profile_rounds
+from strata.engine.routing_counts import RoutingCounts, count_routing
+from strata.engine.runtime import Runtime
+from strata.engine.session import Session
+from strata.engine.synthetic_model import open_synthetic
+from strata.engine.synthetic_text import token_list
+from strata.engine.timeline import Timeline
+from strata.errors import ConfigError
+from strata.experts.profile import PROFILE_FILE, ExpertProfile, read_profile
+from strata.paths import find_home
+
+if TYPE_CHECKING:
+    from strata.config import Requested
+    from strata.engine.models import OpenModel
+    from strata.experts.statistics import ExpertStatistics
+
+__all__ = [
+    "DECODE_ARMS",
+    "Arm",
+    "ArmResult",
+    "SyntheticCase",
+    "find_arms",
+    "profile_decode",
+    "results_name",
+    "run_decode_arm",
+]
+
+logger = logging.getLogger(__name__)
+
+ARM_SECONDS = 8 * 60  # an arm ends within; what it has by then is kept and the next call goes on
+WARM_ROUNDS = 16
+K = 1024
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One measurement: a routing, and the positions before the first measured token. Its figure has this name."""
+
+    name: str
+    figure: str
+    routing: Routing
+    contexts: tuple[int, ...]  # two: the figure is the second's rate over the first's
+
+
+DECODE_ARMS: tuple[Arm, ...] = (
+    Arm("skewed", "decode_plain", "skewed", (K,)),
+    Arm("independent", "decode_plain_independent", "independent", (K,)),
+    Arm("uniform", "decode_plain_uniform", "uniform", (K,)),
+    Arm("depth", "decode_128k_over_1k", "skewed", (K, 128 * K)),
+)
+
+
+def find_arms(names: Sequence[str]) -> tuple[Arm, ...]:
+    """The arms of these names; all that fit a short context for none. Raises ``ConfigError``."""
+    known = {arm.name: arm for arm in DECODE_ARMS}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"--arm {unknown[0]!r} is not known", f"use one of {', '.join(known)}")
+    return tuple(known[name] for name in names) or DECODE_ARMS[:3]
+
+
+@dataclass(frozen=True)
+class SyntheticCase:
+    """What all arms of a benchmark share. ``tokens`` are measured in each run, ``learn`` learned from before."""
+
+    shape: str
+    num_layers: int | None
+    weights: SyntheticWeights
+    tokens: int = 512
+    learn: int = 2048
+    runs: int = 3
+
+    def open(self, routing: Routing) -> OpenModel:
+        return open_synthetic(self.shape, self.num_layers, replace(self.weights, routing=routing))
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """The figure of an arm with what was counted; ``details`` go beside the machine's numbers in the record."""
+
+    arm: Arm
+    figure: Figure
+    routing: RoutingCounts | None
+    lines: tuple[str, ...]
+    on_card: bool
+
+
+def profile_decode(case: SyntheticCase, requested: Requested, rounds: int, report: Report = print) -> Timeline:
+    """A few rounds of the skewed arm taken apart."""
+    model = case.open("skewed")
+    try:
+        learn_profile(model, requested, case.learn, report)
+        runtime = Runtime.open(model, requested)
+        try:
+            timeline = Timeline()
+            ids = token_list(runtime.vocabulary, rounds + WARM_ROUNDS, "measured")
+            context = min(K, runtime.max_context - len(ids))
+            profile_rounds(runtime, ids[:WARM_ROUNDS], context, Timeline())
+            profile_rounds(runtime, ids[WARM_ROUNDS:], context, timeline)
+            return timeline
+        finally:
+            runtime.close()
+    finally:
+        model.close()
+
+
+def run_decode_arm(case: SyntheticCase, arm: Arm, requested: Requested, report: Report = print) -> ArmResult:
+    """Measures an arm, going on from runs that were kept of the same commit and settings. Raises ``ConfigError``."""
+    began = time.perf_counter()
+    model = case.open(arm.routing)
+    try:
+        learn_profile(model, requested, case.learn, report)
+        runtime = Runtime.open(model, requested)
+        try:
+            check_context(arm, case.tokens, runtime)
+            return _Measuring(case, arm, requested, model, runtime, began, report).run()
+        finally:
+            runtime.close()
+    finally:
+        model.close()
+
+
+def check_context(arm: Arm, tokens: int, runtime: Runtime) -> None:
+    if max(arm.contexts) > K and runtime.max_context < max(arm.contexts) + tokens:
+        raise ConfigError(
+            f"arm {arm.name} decodes at {max(arm.contexts):,} positions, the context holds {runtime.max_context:,}",
+            f"give --max-context {max(arm.contexts) + max(tokens, K)}",
+        )
+    if runtime.max_context <= tokens:
+        raise ConfigError(f"--decode {tokens}: the context holds {runtime.max_context:,}", "give a smaller --decode")
+
+
+def learn_profile(model: OpenModel, requested: Requested, tokens: int, report: Report) -> ExpertProfile:
+    """The model's kept profile, or one learned now on ``tokens`` tokens that are never measured, and kept."""
+    reader = model.reader
+    layers, experts = len(reader.expert_layers), reader.num_experts
+    kept = read_profile(reader.folder, layers, experts)
+    if kept is not None and kept.rows >= tokens:
+        report(f"expert profile: kept, learned on {kept.rows:,} other tokens")
+        return kept
+    (reader.folder / PROFILE_FILE).unlink(missing_ok=True)
+    began = time.perf_counter()
+    runtime = Runtime.open(model, requested)
+    try:
+        session = Session(runtime)
+        ids = token_list(runtime.vocabulary, tokens, "profile")
+        for first in range(0, tokens, runtime.max_context):
+            session.reset()
+            session.read_prompt(ids[first : first + runtime.max_context])
+        profile = ExpertProfile(tokens, runtime.count_picks())
+    finally:
+        runtime.close()
+    profile.write(reader.folder)
+    report(f"expert profile: learned on {tokens:,} other tokens in {time.perf_counter() - began:.1f} s")
+    return profile
+
+
+class _Measuring:
+    """One arm on an open runtime."""
+
+    def __init__(
+        self,
+        case: SyntheticCase,
+        arm: Arm,
+        requested: Requested,
+        model: OpenModel,
+        runtime: Runtime,
+        began: float,
+        report: Report,
+    ) -> None:
+        self._case, self._arm, self._requested = case, arm, requested
+        self._model, self._runtime, self._report = model, runtime, report
+        self._began = began
+        self._session = Session(runtime)
+        self._ids = token_list(runtime.vocabulary, case.tokens, "measured")
+        room = runtime.max_context - case.tokens
+        self._contexts = [min(context, room) for context in arm.contexts]
+
+    def run(self) -> ArmResult:
+        self._report(self._runtime.describe())
+        ceilings = measure_ceilings(self._runtime)
+        for line in ceilings.lines():
+            self._report(line)
+        kept = self._kept()
+        for token in self._ids[:WARM_ROUNDS]:
+            self._session.round([token])
+            self._session.commit(1)
+        while len(runs := kept.read(self._arm.name)) < self._case.runs:
+            if runs and time.perf_counter() - self._began > ARM_SECONDS * (1 - 1 / (len(runs) + 1)):
+                self._report(f"{len(runs)} of {self._case.runs} runs in {ARM_SECONDS} s; the next call goes on")
+                break
+            kept.add(self._arm.name, self._measure())
+        return self._result(kept.read(self._arm.name), ceilings)
+
+    def _kept(self) -> KeptRuns:
+        wanted = self._requested
+        settings = {
+            name: str(getattr(wanted, name)) for name in wanted.origins if name not in ("log_level", "log_file")
+        }
+        key = {
+            "model": self._model.reader.folder.name, "commit": version.commit(), "tokens": self._case.tokens,
+            "learn": self._case.learn, "context": self._contexts, "slots": self._runtime.plan.num_slots,
+        }  # fmt: skip
+        return KeptRuns(find_home().profiles, key | settings)
+
+    def _measure(self) -> dict[str, float]:
+        """One run: rates in tok/s by context, and how many of the picks were hits."""
+        found: dict[str, float] = {}
+        for number, context in enumerate(self._contexts):
+            before = self._runtime.statistics().experts
+            found[f"rate{number}"] = self._decode(context)
+            after = self._runtime.statistics().experts
+            hits, misses = after.hits - before.hits, after.misses - before.misses
+            found[f"hits{number}"], found[f"misses{number}"] = hits / self._case.tokens, misses / self._case.tokens
+        rate = f"{found['rate0']:.4g} tok/s"
+        if len(self._contexts) > 1:
+            rate += f" at {self._contexts[0]:,}, {found['rate1']:.4g} at {self._contexts[1]:,}"
+        self._report(f"run: {rate}, hit rate {100 * self._hit_rate(found):.1f} %")
+        return found
+
+    def _decode(self, context: int) -> float:
+        session = self._session
+        session.pretend(context)
+        began = time.perf_counter()
+        for token in self._ids:
+            session.round([token])
+            session.commit(1, decoded=True)
+        return len(self._ids) / (time.perf_counter() - began)
+
+    def _hit_rate(self, run: dict[str, float]) -> float:
+        picks = run["hits0"] + run["misses0"]
+        return run["hits0"] / picks if picks else 0.0
+
+    def _count(self) -> RoutingCounts | None:
+        """Counts the picks of every measured token, in rounds that nobody times."""
+        if len(self._ids) < 2:
+            return None
+        session, runtime = self._session, self._runtime
+        session.pretend(self._contexts[0])
+        before = runtime.count_picks()
+        rows: list[NDArray[np.bool_]] = []
+        for token in self._ids:
+            session.round([token])
+            session.commit(1)
+            after = runtime.count_picks()
+            rows.append(after > before)
+            before = after
+        return count_routing(np.stack(rows))
+
+    def _result(self, runs: Sequence[dict[str, float]], ceilings: Ceilings) -> ArmResult:
+        routing = self._count()
+        rates = [run["rate0"] for run in runs]
+        hits, misses = (statistics.median(run[name] for run in runs) for name in ("hits0", "misses0"))
+        read = self._bytes(hits, misses)
+        ceiling = 1 / round_seconds(ceilings, read)
+        hit_rate = hits / (hits + misses) if hits + misses else 0.0
+        figure = self._figure(rates, "tok/s", round(ceiling, 2), hit_rate)
+        lines = [read.line(), *self._tiers(self._runtime.statistics().experts)]
+        if routing is not None:
+            lines.insert(0, routing.line())
+        lines.append(f"{self._arm.name}: {figure.value:.4g} tok/s, {figure.percent} % of the bound {ceiling:.4g}")
+        if len(self._contexts) > 1:
+            ratios = [run["rate1"] / run["rate0"] for run in runs]
+            figure = self._figure(ratios, "ratio", None, hit_rate)
+            lines.append(f"{self._contexts[1]:,} over {self._contexts[0]:,} positions: {figure.value:.3f}")
+        for line in lines:
+            self._report(line)
+        return ArmResult(self._arm, figure, routing, tuple(lines), self._runtime.rounds is not None)
+
+    def _bytes(self, hits: float, misses: float) -> RoundBytes:
+        """Of a token: every dense weight but the embedding, of which it reads a row; the recurrent state, read and
+        written; the keys and values attended; its experts."""
+        config, plan, reader = self._model.config, self._runtime.plan, self._model.reader
+        kv = self._runtime.kv
+        embedding = max(reader.matrix_bytes(name) for name in reader.manifest.dense if "embed" in name)
+        position = config.position_bytes(kv)
+        dense = plan.shape.dense_bytes - embedding + 2 * plan.shape.state_bytes + position * self._attended()
+        blob = plan.shape.blob_bytes
+        return RoundBytes(dense, hits * blob, misses * blob, config.num_layers)
+
+    def _attended(self) -> float:
+        return self._contexts[0] + self._case.tokens / 2
+
+    def _figure(self, values: Sequence[float], unit: str, ceiling: float | None, hit_rate: float) -> Figure:
+        wanted = self._requested
+        return Figure(
+            round(statistics.median(values), 4),
+            unit,
+            ceiling=ceiling,
+            min=round(min(values), 4),
+            max=round(max(values), 4),
+            runs=len(values),
+            vram_gib=wanted.vram_gib,
+            max_context=self._runtime.max_context,
+            kv=str(wanted.kv),
+            dense=self._case.weights.dense,
+            routing=self._arm.routing,
+            hit_rate=round(hit_rate, 4),
+            context_tokens=self._contexts[-1],
+        )
+
+    def _tiers(self, found: ExpertStatistics) -> list[str]:
+        blob = self._runtime.plan.shape.blob_bytes / 1e9
+        parts = {
+            "VRAM": found.hits, "page-locked RAM": found.misses_pinned, "RAM": found.misses_pageable,
+            "mapped": found.misses_mapped, "computed anew": found.misses_file,
+        }  # fmt: skip
+        served = ", ".join(f"{name} {count * blob:,.1f} GB" for name, count in parts.items() if count)
+        over = f"{found.alias_picks:,} picks read over the link, {found.swaps:,} swaps"
+        locked = f"{found.experts_pinned:,} page-locked, path {found.page_lock_path}"
+        held = f"held: {found.experts_in_vram:,} experts in slots, {found.experts_in_ram:,} in RAM ({locked})"
+        return [f"served since the start: {served}; {over}", held]
+
+
+def results_name(case: SyntheticCase, requested: Requested, *, on_card: bool) -> str:
+    """``<shape>-<cap>gib``; a shape that was cut names its layers."""
+    cap = "cpu" if not on_card else "all" if requested.vram_gib is None else f"{requested.vram_gib:g}"
+    layers = "" if case.num_layers is None else f"-{case.num_layers}layers"
+    return f"{case.shape}{layers}-{cap}gib"
