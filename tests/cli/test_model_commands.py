@@ -113,7 +113,7 @@ def test_what_is_not_read_is_refused_in_one_line(
     [
         (["run"], "no prompt was given"),
         (["run", "x", "--temperature", "hot"], "--temperature"),
-        (["run", "x", "--device", "cuda:0"], "this version computes on the CPU"),
+        (["run", "x", "--device", "cuda:0"], "--device cpu"),
         (["run", "x", "--max-context", "100000"], "positions of the model"),
         (["run", "x" * 200, "--max-context", "100"], "200 tokens"),
         (["verify", "--prompts", "1,zero"], "--prompts"),

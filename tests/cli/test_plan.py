@@ -32,7 +32,7 @@ def test_a_known_shape_on_a_card_that_is_not_here(capsys: pytest.CaptureFixture[
     assert main(["plan", *words]) == 0
     out = capsys.readouterr().out
     assert "RAM mode resident (arena does not fit)" in out
-    assert "a card is not used yet" in out
+    assert "no card that could be used is in this machine" in out
 
 
 def test_options_act(capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,10 +106,39 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_does() -> None:
     assert plan(FLASH, dataclasses.replace(request, max_context=context), small).num_slots >= 1
 
 
+def test_a_tiny_card_is_told_to_read_prompts_in_smaller_chunks_first() -> None:
+    """8,192 rows of buffers and results take 2 GiB here: fewer rows cost speed, a shorter context costs words."""
+    request = MemoryRequest(ram_bytes=120 * GIB, max_context=16_384)
+    tiny = DeviceRoom("cuda", 6 * GIB)
+    with pytest.raises(MemoryPlanError) as caught:
+        plan(FLASH, request, tiny)
+    option, rows = caught.value.hint.rsplit(" ", 1)
+    assert option == "use --prefill"
+    taken = plan(FLASH, dataclasses.replace(request, chunk_rows=int(rows), pass_rows=int(rows)), tiny)
+    assert taken.num_slots >= 1
+    more = int(rows) + 256
+    with pytest.raises(MemoryPlanError):
+        plan(FLASH, dataclasses.replace(request, chunk_rows=more, pass_rows=more), tiny)
+
+
 def test_a_card_too_small_for_the_dense_weights_is_refused_with_the_size_it_takes() -> None:
     with pytest.raises(MemoryPlanError, match="VRAM") as caught:
         plan(FLASH, MemoryRequest(ram_bytes=120 * GIB), DeviceRoom("cuda", 3 * GIB))
-    assert "--vram-gib" in caught.value.hint
+    assert "its dense weights alone take 4.25 GiB" in caught.value.message
+    size = float(caught.value.hint.split()[2])
+    assert caught.value.hint == f"it takes {size:.2f} GiB of free VRAM or --device cpu"
+    assert plan(FLASH, MemoryRequest(ram_bytes=120 * GIB), DeviceRoom("cuda", int(size * GIB))).num_slots >= 1
+    with pytest.raises(MemoryPlanError) as caught:
+        plan(FLASH, MemoryRequest(ram_bytes=120 * GIB), DeviceRoom("cuda", 3 * GIB, is_capped=True))
+    assert caught.value.hint == f"it takes --vram-gib {size:.2f} or --device cpu"
+
+
+def test_what_lies_on_a_card_is_not_charged_to_ram_as_well() -> None:
+    resolved = plan(FLASH, MemoryRequest(ram_bytes=120 * GIB), CARD)
+    assert resolved.vram["dense weights"] == FLASH.dense_bytes
+    assert resolved.vram["reserve"] == 700 * MIB
+    assert not {"dense weights", "state", "KV", "expert slots"} & set(resolved.ram)
+    assert resolved.ram["device memory"] == 0
 
 
 def test_without_a_card_everything_is_charged_to_ram() -> None:

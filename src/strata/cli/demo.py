@@ -48,7 +48,7 @@ def print_found() -> None:
 
     machine = probe_machine()
     cards = ", ".join(f"{gpu.name} {format_bytes(gpu.memory_total)}" for gpu in machine.gpus)
-    where = f"{cards} (not used yet: this version computes on the CPU)" if cards else "no GPU: running on the CPU"
+    where = cards or "no GPU: running on the CPU"
     cores = f"{machine.num_cpus} core{'s' if machine.num_cpus != 1 else ''}"
     print(f"found: {machine.cpu_name}, {isa()}, {cores}, {format_bytes(machine.ram_total)} RAM, {where}\n", flush=True)
 

@@ -86,7 +86,8 @@ def card_room(requested: Requested, machine: Machine, device: RoundDevice) -> De
     free = info.memory_free
     if requested.vram_gib is not None and free < int(requested.vram_gib * GIB):
         logger.warning("--vram-gib %g: only %s of VRAM are free", requested.vram_gib, format_bytes(free))
-    return DeviceRoom("cuda", info.memory_free, info.pins_charge_device, machine.pin_rooms)
+    is_capped = requested.vram_gib is not None and free == int(requested.vram_gib * GIB)
+    return DeviceRoom("cuda", free, info.pins_charge_device, machine.pin_rooms, is_capped)
 
 
 def hold_to_plan(device: RoundDevice, plan: ResolvedPlan) -> Callable[[], None]:

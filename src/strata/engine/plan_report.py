@@ -9,10 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from strata.engine.devices import card_index, choose_card
 from strata.engine.effects import plan_effects
 from strata.engine.forecast import Forecast, forecast
 from strata.engine.plan_subject import PlanSubject, find_subject
-from strata.engine.planning import choose_chunk_rows, choose_context, device_room, memory_request
+from strata.engine.planning import (
+    choose_chunk_rows,
+    choose_context,
+    device_room,
+    memory_request,
+    request_of_windows,
+)
 from strata.engine.runtime import kv_format
 from strata.errors import ConfigError
 from strata.memory import planner
@@ -27,17 +34,19 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanReport", "plan_room", "plan_subject", "planned_effects", "report"]
 
-NOT_YET = "plan only: this version computes on the CPU, a card is not used yet"
+PLAN_ONLY = "plan only: no card that could be used is in this machine"
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan and what it is about. ``forecast`` is None where this machine was never measured, or a card is planned."""
+    """A plan and what it is about. ``plan_only``: it is for a card that is not here. ``forecast`` is None where this
+    machine was never measured, or a card is planned."""
 
     subject: PlanSubject
     plan: ResolvedPlan
     requested: Requested
     ram_rule: str
+    plan_only: bool = False
     forecast: Forecast | None = None
 
     def refused(self) -> list[Effect]:
@@ -63,8 +72,10 @@ class PlanReport:
             f"  context {context}, {chunks}; RAM by {self.ram_rule}",
         ]
         lines += [f"  refused: {effect.option}: {effect.why}" for effect in self.refused()]
-        if plan.device.kind == "cuda":
-            lines.append(f"  {NOT_YET}")
+        if self.plan_only:
+            lines.append(f"  {PLAN_ONLY}")
+        elif plan.device.kind == "cuda":
+            lines.append("expected speed: not forecast for a card; 'strata bench' measures it")
         elif self.forecast is None:
             lines.append(
                 "expected speed: this machine was not measured yet; 'strata plan --measure' does it in seconds"
@@ -85,7 +96,7 @@ class PlanReport:
             "expert_format": self.subject.expert_format,
             "expert_bytes": shape.blob_bytes,
             "device": plan.device.kind,
-            "plan_only": plan.device.kind == "cuda",
+            "plan_only": self.plan_only,
             "vram_bytes": plan.device.free_bytes,
             "ram_bytes": plan.request.ram_bytes,
             "ram_rule": self.ram_rule,
@@ -112,8 +123,8 @@ def plan_subject(subject: PlanSubject, requested: Requested, machine: Machine) -
     """Every byte, as loading would take it. Raises ``MemoryPlanError`` or ``ConfigError``."""
     room = plan_room(requested, machine)
     context = choose_context(requested, subject.config.max_positions)
-    rows = choose_chunk_rows(requested) if room.kind == "cpu" else requested.prefill.rows
-    return planner.plan(subject.shape, memory_request(requested, machine, context, rows), room)
+    request = memory_request(requested, machine, context, choose_chunk_rows(requested))
+    return planner.plan(subject.shape, request if room.kind == "cpu" else request_of_windows(request), room)
 
 
 def planned_effects(requested: Requested, machine: Machine) -> list[Effect]:
@@ -123,18 +134,33 @@ def planned_effects(requested: Requested, machine: Machine) -> list[Effect]:
 
 
 def plan_room(requested: Requested, machine: Machine) -> DeviceRoom:
-    """The device to plan for: RAM, or with ``--device cuda[:i]`` a card, found here or of ``--vram-gib`` GiB."""
-    if not requested.device.startswith("cuda"):
+    """The device to plan for: RAM, the card that ``auto`` would take, or with ``--device cuda[:i]`` a card.
+
+    A card named so is the one found here, or with ``--vram-gib`` one of that size, wherever it is. Of a card here the
+    free memory is what it has before a program has opened it.
+    """
+    is_named = requested.device.startswith("cuda")
+    if not is_named and choose_card(requested, machine) is None:
         return device_room(requested)
-    if requested.vram_gib is not None:
-        return DeviceRoom("cuda", int(requested.vram_gib * GIB))
-    index = int(requested.device.partition(":")[2] or 0)
-    if index >= len(machine.gpus):
+    index, cap = card_index(requested), None if requested.vram_gib is None else int(requested.vram_gib * GIB)
+    if index < len(machine.gpus):
+        free = machine.gpus[index].memory_free
+        is_capped = cap is not None and (is_named or cap < free)
+        return DeviceRoom("cuda", cap if cap is not None and is_capped else free, is_capped=is_capped)
+    if cap is None:
         raise ConfigError(
             f"--device {requested.device}: {len(machine.gpus)} NVIDIA cards were found here",
             "--vram-gib N plans for a card that is not in this machine",
         )
-    return DeviceRoom("cuda", machine.gpus[index].memory_free)
+    return DeviceRoom("cuda", cap, is_capped=True)
+
+
+def is_usable(requested: Requested, machine: Machine) -> bool:
+    """Whether the card that the request means is here and can be used."""
+    try:
+        return choose_card(requested, machine) is not None
+    except ConfigError:
+        return False
 
 
 def report(requested: Requested, machine: Machine, rates: Rates | None) -> PlanReport:
@@ -145,4 +171,5 @@ def report(requested: Requested, machine: Machine, rates: Rates | None) -> PlanR
     subject = find_subject(requested.model, kv_format(requested))
     plan = plan_subject(subject, requested, machine)
     expected = None if rates is None or plan.device.kind == "cuda" else forecast(subject, plan, rates)
-    return PlanReport(subject, plan, requested, machine.ram_rule, expected)
+    plan_only = plan.device.kind == "cuda" and not is_usable(requested, machine)
+    return PlanReport(subject, plan, requested, machine.ram_rule, plan_only, expected)

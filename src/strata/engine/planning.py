@@ -10,25 +10,23 @@ from dataclasses import replace
 
 from strata.config import BY_NAME, Requested
 from strata.errors import ConfigError, MemoryPlanError
+from strata.kernels.cuda.program import MAX_WINDOW
 from strata.memory.planner import GIB, MIB
 from strata.memory.probe import Machine
 from strata.memory.requests import DeviceRoom, MemoryRequest, PinRequest, pin_arena, pin_complement
 
-__all__ = ["choose_chunk_rows", "choose_context", "choose_device", "device_room", "headroom_bytes", "memory_request"]
+__all__ = [
+    "choose_chunk_rows",
+    "choose_context",
+    "device_room",
+    "headroom_bytes",
+    "memory_request",
+    "request_of_windows",
+]
 
 CPU_CHUNK_ROWS = 512  # on the CPU a larger chunk saves no copies: experts are computed where they lie
 HEADROOM_DIVISOR = 4  # free RAM that nobody asked to keep is at most this part of what may be taken
 AUTO_CONTEXT = 8192  # what 'auto' takes of a longer model: KV for more is planned only when asked for
-
-
-def choose_device(requested: Requested, machine: Machine) -> str:
-    """'cpu', or ``MemoryPlanError``/``ConfigError`` naming why a card that was asked for cannot serve."""
-    if requested.device.startswith("cuda"):
-        found = ", ".join(gpu.name for gpu in machine.gpus) or "no NVIDIA card"
-        raise ConfigError(
-            f"--device {requested.device}: this version computes on the CPU only (found: {found})", "use --device cpu"
-        )
-    return "cpu"
 
 
 def choose_context(requested: Requested, trained: int) -> int:
@@ -101,6 +99,11 @@ def memory_request(requested: Requested, machine: Machine, max_context: int, chu
         pin=pin_request(requested, pin_arena(requested.arena_pin_gib)),
         pin_below=pin_request(requested, pin_complement(requested.complement_pin_gib)),
     )
+
+
+def request_of_windows(request: MemoryRequest) -> MemoryRequest:
+    """For a card, on which a prompt runs as decode windows: no ring, and buffers of a window's rows alone."""
+    return replace(request, pass_rows=MAX_WINDOW, ring_slots=0)
 
 
 def pin_request(requested: Requested, rule: PinRequest) -> PinRequest:

@@ -22,6 +22,7 @@ PAGE = 4096
 MODES: tuple[RamMode, ...] = ("arena", "resident", "budget", "mapped")
 BLOB_ALIGNMENT = 64  # a cache line: a vector load never leaves a blob's own lines
 MAX_PAGE_PADDING = 1 / 64  # an expert is padded to whole pages while the padding is at most this share
+FEWEST_ROWS, ROWS_STEP = 256, 128  # of a prompt pass that a hint may name
 TABLE_BYTES_PER_EXPERT = 64  # tier, address, alias, slot, generation, place, counts, three tensor scales
 
 
@@ -158,10 +159,23 @@ def _fixed_pools(shape: ModelShape, request: MemoryRequest) -> dict[str, int]:
         "dense weights": shape.dense_bytes,
         "state": shape.state_bytes * request.num_sequences,
         "KV": shape.kv_bytes_per_token * request.max_context * request.num_sequences,
-        "prompt buffers": rows * (shape.prompt_bytes_per_row or 16 * 4 * shape.hidden),
-        "expert results": rows * shape.top_k * 4 * shape.hidden,
+        "prompt buffers": rows * _buffer_row_bytes(shape),
+        "expert results": rows * _result_row_bytes(shape),
         "draft": shape.draft_bytes,
     }
+
+
+def _buffer_row_bytes(shape: ModelShape) -> int:
+    return shape.prompt_bytes_per_row or 16 * 4 * shape.hidden
+
+
+def _result_row_bytes(shape: ModelShape) -> int:
+    return shape.top_k * 4 * shape.hidden
+
+
+def _prompt_row_bytes(shape: ModelShape) -> int:
+    """What a prompt pass takes on the device for each of its rows."""
+    return _buffer_row_bytes(shape) + _result_row_bytes(shape)
 
 
 def _divide_device(
@@ -228,12 +242,19 @@ def _context_error(shape: ModelShape, request: MemoryRequest, device: DeviceRoom
     if device.kind == "cpu":
         less = f", or use --max-context {request.max_context - saved}" if saved < request.max_context else ""
         return MemoryPlanError(message, f"raise --vram-gib to {needed} or leave it out{less}", short_bytes=short)
+    rows = min(request.pass_rows, request.max_context)
+    fewer = (rows - -(-short // _prompt_row_bytes(shape))) // ROWS_STEP * ROWS_STEP
+    if fewer >= FEWEST_ROWS:  # costs speed of prompts alone
+        return MemoryPlanError(message, f"use --prefill {fewer}", short_bytes=short)
     if saved < request.max_context:
         return MemoryPlanError(message, f"use --max-context {request.max_context - saved}", short_bytes=short)
     if request.vram_reserve_bytes >= short:
         kept = (request.vram_reserve_bytes - short) // MIB
         return MemoryPlanError(message, f"use --vram-reserve-mib {kept}", short_bytes=short)
-    return MemoryPlanError(message, f"it takes --vram-gib {needed} or --device cpu", short_bytes=short)
+    if shape.dense_bytes > device.free_bytes:
+        message += f"; its dense weights alone take {format_bytes(shape.dense_bytes)}"
+    way = f"it takes --vram-gib {needed}" if device.is_capped else f"it takes {needed} GiB of free VRAM"
+    return MemoryPlanError(message, f"{way} or --device cpu", short_bytes=short)
 
 
 def _ram_error(request: MemoryRequest, other_ram: int, short: int) -> MemoryPlanError:

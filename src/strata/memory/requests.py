@@ -60,6 +60,7 @@ class DeviceRoom:
     free_bytes: int | None
     pins_charge_device: bool = False
     pin_rooms: tuple[int, ...] = ()
+    is_capped: bool = False  # free_bytes is --vram-gib, not what the card has: hints say so
 
 
 @dataclass(frozen=True)
