@@ -24,8 +24,9 @@ namespace strata {
 namespace {
 
 // A worker that has just finished a job looks for the next one for this long before it sleeps: longer than the gap
-// between two kernels of a decode round (5-30 us from Python), short enough that an idle engine uses no processor.
-constexpr long kSpinNs = 50'000;
+// between two kernels of a decode round (5-100 us from Python, with small operations that wake nobody between two large
+// ones), short enough that an idle engine uses no processor.
+constexpr long kSpinNs = 200'000;
 constexpr int kMostThreads = 256;
 
 void relax() {

@@ -16,31 +16,41 @@ constexpr int kQ8Group = 8;  // outputs that a tile of rows passes by before the
 constexpr int64_t kQ8Ahead = 1024;
 constexpr int64_t kQ8Near = 131072;  // weights that stay in the second level for the rows behind the first four
 
-// Columns [0, count) of a block.
-static inline void encode_block(const float* x, int count, int16_t* codes, float* unit) {
-  uint32_t bits[32] = {};
-  __builtin_memcpy(bits, x, static_cast<size_t>(count) * 4);
-  uint32_t top = 0;
-  for (int i = 0; i < 32; i++) {
-    const uint32_t magnitude = bits[i] & 0x7FFFFFFF;
-    top = magnitude > top ? magnitude : top;
+// A block of 32 columns.
+static inline void encode_block(const float* x, int16_t* codes, float* unit) {
+  Lanes top_lanes = zero(), odd_lanes = zero();
+  for (int i = 0; i < 32; i += kWidth) {
+    const Lanes value = load(x + i);
+    top_lanes = larger(absolute(value), top_lanes);
+    odd_lanes = fma(value, zero(), odd_lanes);  // 0 for numbers, NaN for NaN and infinities
   }
-  top >>= 23;  // the exponent, 127 more than e
-  const bool usable = top < 127 + 96;
-  top = top < 127 - 100 ? 127 - 100 : top;
-  const uint32_t unit_bits = usable ? (top - 14) << 23 : 0x7FC00000;
-  const uint32_t inverse_bits = usable ? (2 * 127 + 14 - top) << 23 : 0;
+  float tops[kWidth], odds[kWidth], largest = 0.0f, odd = 0.0f;
+  store(tops, top_lanes);
+  store(odds, odd_lanes);
+  for (int i = 0; i < kWidth; i++) {
+    largest = tops[i] > largest ? tops[i] : largest;
+    odd += odds[i];
+  }
+  if (odd != 0.0f || largest >= 0x1p96f) {
+    const uint32_t nan = 0x7FC00000;
+    __builtin_memcpy(unit, &nan, 4);
+    for (int i = 0; i < 32; i++) codes[i] = 0;
+    return;
+  }
+  uint32_t exponent;  // 127 more than e
+  __builtin_memcpy(&exponent, &largest, 4);
+  exponent >>= 23;
+  exponent = exponent < 127 - 100 ? 127 - 100 : exponent;
+  const uint32_t unit_bits = (exponent - 14) << 23, inverse_bits = (2 * 127 + 14 - exponent) << 23;
   float inverse;
   __builtin_memcpy(unit, &unit_bits, 4);
   __builtin_memcpy(&inverse, &inverse_bits, 4);
   for (int i = 0; i < 32; i++) {
-    float value;
-    __builtin_memcpy(&value, &bits[i], 4);
-    const float rounded = value * inverse + 12582912.0f;  // 1.5 * 2^23: the code lies in the lowest bits
+    const float rounded = x[i] * inverse + 12582912.0f;  // 1.5 * 2^23: the code lies in the lowest bits
     int32_t code;
     __builtin_memcpy(&code, &rounded, 4);
     code -= 0x4B400000;
-    codes[i] = static_cast<int16_t>(!usable ? 0 : code > 32767 ? 32767 : code);
+    codes[i] = static_cast<int16_t>(code > 32767 ? 32767 : code);
   }
 }
 
@@ -49,8 +59,13 @@ static void encode_rows(const float* x, int64_t rows, int64_t columns, const Cod
                         float* units) {
   for (int64_t r = 0; r < rows; r++, x += columns, codes += shape.codes, units += shape.units) {
     int64_t c = 0;
-    for (; c < columns; c += 32)
-      encode_block(x + c, static_cast<int>(columns - c < 32 ? columns - c : 32), codes + c, units + c / 32);
+    for (; c + 32 <= columns; c += 32) encode_block(x + c, codes + c, units + c / 32);
+    if (c < columns) {
+      float rest[32] = {};
+      __builtin_memcpy(rest, x + c, static_cast<size_t>(columns - c) * 4);
+      encode_block(rest, codes + c, units + c / 32);
+      c += 32;
+    }
     if (c % 64 != 0) {
       for (int i = 0; i < 32; i++) codes[c + i] = 0;
       units[c / 32] = 0.0f;
