@@ -27,11 +27,11 @@ CARD_TAKEN_GIB, RAM_TAKEN_GIB = 1, 2  # by a desktop and the driver, by the syst
 
 SMALL_CHUNK = 512  # tried where the buffers of the default's 8,192 rows leave no room
 
-HEAD = f"""Each cell is the [RAM mode](docs/memory.md), then the experts that have a slot in VRAM: their number and their
-share of all. Taken off before: {CARD_TAKEN_GIB} GiB of VRAM
-for a desktop, {RAM_TAKEN_GIB} GiB of RAM for the system; 4 GiB of RAM stay free. Experts in NVFP4, dense weights in
-8 bits, a context of 8,192 tokens. `strata plan SHAPE --device cuda --vram-gib N --ram-gib M` prints each in full;
-N is the card less 1, M the column less the {RAM_TAKEN_GIB + 4} GiB that stay free.
+HEAD = f"""Each cell is the [RAM mode](docs/memory.md), then the experts that have a slot in VRAM: their number and
+their share of all. Taken off before: {CARD_TAKEN_GIB} GiB of VRAM for a desktop, {RAM_TAKEN_GIB} GiB of RAM for the
+system; 4 GiB of RAM stay free. Experts in NVFP4, dense weights in 8 bits, a context of 8,192 tokens.
+`strata plan SHAPE --device cuda --vram-gib N --ram-gib M` prints each in full; N is the card less 1, M the column less
+the {RAM_TAKEN_GIB + 4} GiB that stay free.
 """
 
 

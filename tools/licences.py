@@ -110,8 +110,8 @@ def render_page(licences: list[Licence]) -> str:
 Strata itself is Apache-2.0. It contains none of these packages; installing it brings them from the package index under
 their own licences, which each carries in its own folder. `base` is what everybody gets, `cuda` comes with an NVIDIA
 driver and with the tests, which compile all kernels; `dev` comes with `make test` and `make lint` alone, `bench` with
-`make bench`. NVIDIA's libraries, brought by a CUDA build of PyTorch and by `cuda`, are under NVIDIA's terms. What is not
-permissive in the base install is allowed by name, with the reason in decision record 0009.
+`make bench`. NVIDIA's libraries, brought by a CUDA build of PyTorch and by `cuda`, are under NVIDIA's terms. What is
+not permissive in the base install is allowed by name, with the reason in decision record 0009.
 
 | package | version | licence | install |
 |---|---|---|---|

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ import pytest
 from strata.cli.app import main
 from strata.engine.diagnosis import Finding, diagnose
 from strata.kernels.cpu import library
+from strata.kernels.cuda.compile import compile_kernels, list_kernels
 from strata.memory.limits import MemoryLimit
 from strata.memory.probe import Gpu, Machine
 from strata.memory.surroundings import Surroundings, try_lock, view_surroundings
+from tests.kernels.fake_cuda import FakeCard, FakeCuda
 
 GIB = 1 << 30
 MACHINE = Machine("A processor", 8, 32 * GIB, 20 * GIB, "free RAM", None, (), ())
@@ -75,12 +78,37 @@ def test_limits_of_containers_and_huge_pages_are_shown() -> None:
     assert "madvise" in found["huge pages"][0].hint
 
 
-def test_a_card_is_shown_and_said_to_be_idle() -> None:
-    card = Gpu("Some card", 24 * GIB, 23 * GIB, "600.1")
-    found = find(dataclasses.replace(MACHINE, gpus=(card,)))
+CARD = Gpu("Some card", 24 * GIB, 23 * GIB, "600.1")
+WITH_CARD = dataclasses.replace(MACHINE, gpus=(CARD,))
+
+
+def test_a_card_is_shown_with_what_cuda_says_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STRATA_HOME", str(tmp_path))
+    fake = FakeCuda(cards=[FakeCard(timeout=1)]).install(monkeypatch)
+    found = find(WITH_CARD)
     assert "23.00 GiB of 24.00 GiB free, driver 600.1" in found["GPU"][0].text
-    assert "not used yet" in found["GPU"][0].hint
+    cuda = found["CUDA"][0]
+    assert cuda.state == "ok"
+    assert all(word in cuda.text for word in ("cuda:0 is Fake 9000, sm_90, 12", "CUDA 13.0", "nvrtc 13.0"))
+    assert "2 s" in cuda.hint
     assert "path 1" in found["page-locking"][0].text
+    count = len(list_kernels())
+    assert f"0 of {count} files are compiled for sm_90" in found["GPU kernels"][0].text
+    compile_kernels(["nothing"], 90, (13, 0))
+    assert f"1 of {count} files" in find(WITH_CARD)["GPU kernels"][0].text
+    assert len(fake.compiled) == 1
+
+
+def test_a_card_that_cannot_be_used_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(driver_version=12080).install(monkeypatch)
+    cuda = find(WITH_CARD)["CUDA"][0]
+    assert (cuda.state, "CUDA 12.8" in cuda.text, "580" in cuda.hint) == ("note", True, True)
+    fake.driver_version, fake.has_compiler = 13000, False
+    assert "run-time compiler is missing" in find(WITH_CARD)["CUDA"][0].text
+    fake.has_compiler, fake.cards[0].architecture = True, (6, 1)
+    assert "sm_61, Strata needs sm_75" in find(WITH_CARD)["CUDA"][0].text
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    assert "strata-moe[cuda]" in find(WITH_CARD)["CUDA"][0].hint
 
 
 def test_no_ram_prevents_running() -> None:

@@ -31,6 +31,7 @@ LEAST_PYTHON = (3, 11)
 LEAST_DISK = 1 << 30
 LEAST_RAM = 1 << 30
 NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "fastapi", "uvicorn")
+FOR_CARDS = ("cuda-bindings", "nvidia-cuda-nvrtc")
 FLAGS = ("-ffp-contract=off", "-fno-fast-math")  # without them the compiler may change sums, and so tokens
 TOOLS = (
     ("C++ compiler", ("g++", "clang++", "c++"), "Debian: g++, Fedora: gcc-c++, Arch: gcc"),
@@ -76,11 +77,11 @@ def _find_versions() -> Iterator[Finding]:
     else:
         yield Finding("version", f"{version.describe()}, Python {python}")
     found, missing = [], []
-    for name in NEEDED:
+    for name in (*NEEDED, *FOR_CARDS):
         try:
             found.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
-            missing.append(name)
+            missing += [name] if name in NEEDED else []  # what a card needs is said beside the card
     yield Finding("packages", ", ".join(found))
     if missing:
         hint = "run 'make build', or pip install strata-moe"
@@ -129,7 +130,7 @@ def _find_locking(machine: Machine, around: Surroundings) -> Iterator[Finding]:
         hint = "'ulimit -l unlimited', or a line 'NAME - memlock unlimited' in /etc/security/limits.conf"
         yield Finding("memory lock", f"{text}: {around.lock_refusal}", "note", f"a copy may be swapped out; {hint}")
     if machine.gpus:
-        text = "path 1 would be tried first, then 2 and 3; this version computes on the CPU and pins nothing"
+        text = "of what a card reads, path 1 is tried first, then 2 and 3; the log says which was taken"
     else:
         rest = "locked in RAM" if all_of_it else "locked in RAM where the limit allows it"
         text = f"none: no device here reads RAM by itself, the expert copy is ordinary memory, {rest}"
@@ -141,9 +142,44 @@ def _find_cards(machine: Machine) -> Iterator[Finding]:
         text = (
             f"{gpu.name}, {format_bytes(gpu.memory_free)} of {format_bytes(gpu.memory_total)} free, driver {gpu.driver}"
         )
-        yield Finding("GPU", text, "note", "not used yet: this version computes on the CPU")
+        yield Finding("GPU", text)
     if not machine.gpus:
-        yield Finding("GPU", "no NVIDIA card or no driver: experts are computed in RAM by the CPU")
+        return (yield Finding("GPU", "no NVIDIA card or no driver: experts are computed in RAM by the CPU"))
+    yield from _find_cuda()
+
+
+def _find_cuda() -> Iterator[Finding]:
+    """What CUDA itself says of the cards, and the compiled kernels; each thing that is missing with its way out."""
+    from strata.kernels.cuda import compile as compiling
+    from strata.kernels.cuda.cuda_device import check_card
+    from strata.kernels.cuda.driver import load_nvrtc, read_cards
+
+    idle = "the CPU computes until then"
+    try:
+        cards = read_cards()
+        compiler = compiling.compiler_version(load_nvrtc())
+    except StrataError as error:
+        return (yield Finding("CUDA", error.message, "note", f"{error.hint}; {idle}"))
+    for card in cards:
+        served = ".".join(map(str, card.cuda))
+        text = (
+            f"cuda:{card.index} is {card.name}, sm_{card.architecture}, {card.multiprocessors} multiprocessors; "
+            f"the driver serves CUDA {served}, {compiler}"
+        )
+        try:
+            check_card(card.index)
+        except StrataError as error:
+            yield Finding("CUDA", f"{text}: {error.message}", "note", f"{error.hint}; {idle}")
+            continue
+        screen = "its driver ends what runs longer than about 2 s; rounds end within 1 s" if card.display else ""
+        yield Finding("CUDA", text, "ok", screen)
+        try:
+            kept, all_of_them = compiling.count_kept(card.architecture, card.cuda, find_home())
+        except StrataError as error:
+            yield Finding("GPU kernels", error.message, "bad", error.hint)
+            continue
+        rest = "" if kept == all_of_them else "; the others are compiled at the first start, some seconds each"
+        yield Finding("GPU kernels", f"{kept} of {all_of_them} files are compiled for sm_{card.architecture}{rest}")
 
 
 def _find_library() -> Iterator[Finding]:
