@@ -33,6 +33,8 @@ def device_runtime(path: Path, device: EmulatedDevice | None = None, **options: 
     opened = open_model(str(path))
     try:
         runtime = Runtime.open(opened, resolve_here(arguments=given), device=device)
+        assert runtime.rounds is not None
+        runtime.rounds.limit_ms = 60_000  # an emulated kernel takes a thousand times a real one's time
         try:
             yield runtime
         finally:

@@ -81,8 +81,38 @@ class _Sizes:
         return int(share * (self.total - self.quarter) * self.blob_bytes)
 
 
-def all_arms(model: OpenModel) -> list[Arm]:
-    """Every placement that can be forced on this machine; the first is the one the others are compared with."""
+# What a prompt streams; on a card prompts run as decode windows and stream nothing.
+STREAMED = ("ring_loads", "ring_loads = 0", "direct_bytes", "staged_bytes")
+
+
+def all_arms(model: OpenModel, *, on_card: bool = False) -> list[Arm]:
+    """Every placement that can be forced on this machine; the first is the one the others are compared with.
+
+    ``on_card``: rounds run on a real card. What takes a device that misbehaves is forced by options there, or left
+    out, and so is what only a streamed prompt does.
+    """
+    arms = _host_arms(model)
+    return [_card_arm(model, arm) for arm in arms if _fits_card(arm)] if on_card else arms
+
+
+def _fits_card(arm: Arm) -> bool:
+    return not {"prefill_cpu_share"} & set(arm.options) and arm.name not in ("ring reserved",)
+
+
+def _card_arm(model: OpenModel, arm: Arm) -> Arm:
+    """The arm without streaming; refusals by options in place of a device's faults."""
+    options = {name: value for name, value in arm.options.items() if name not in ("prefill_ring", "prefill_borrow")}
+    if arm.faults.refuse_one_allocation and arm.faults.refuse_after_bytes is None:
+        options["test_complement_refuse"] = True
+    elif arm.faults.refuse_after_bytes is not None:
+        options |= {"test_complement_refuse": True, "complement_pin_gib": arm.faults.refuse_after_bytes / 2**30}
+    must = tuple(condition for condition in arm.must if condition not in STREAMED)
+    if "file_bytes" in must:  # read by the CPU's worker inside the round
+        must = tuple(condition for condition in must if condition != "file_bytes")
+    return dataclasses.replace(arm, options=options, must=must, faults=SOUND)
+
+
+def _host_arms(model: OpenModel) -> list[Arm]:
     sizes = _Sizes.of(model)
     total, quarter, ring = sizes.total, sizes.quarter, {"prefill_ring": sizes.small_ring}
     some = {"expert_cache": quarter, **ring}
@@ -172,10 +202,9 @@ def all_arms(model: OpenModel) -> list[Arm]:
 
 # Zero at first, they tell a state rather than count.
 LEVELS = ("experts_in_vram", "experts_in_ram", "experts_pinned", "page_lock_path")
-STREAMED = ("ring_loads", "direct_bytes", "staged_bytes")
 
 
-def demo_arms(model: OpenModel, prompt_rows: int) -> list[Arm]:
+def demo_arms(model: OpenModel, prompt_rows: int, *, on_card: bool = False) -> list[Arm]:
     """The four placements of ``strata demo``. A prompt short enough to run as a decode window streams nothing."""
     chosen = {
         "all in VRAM": "all experts fast",
@@ -186,7 +215,7 @@ def demo_arms(model: OpenModel, prompt_rows: int) -> list[Arm]:
     idle = STREAMED if prompt_rows <= WINDOW_ROWS else ()
     return [
         dataclasses.replace(arm, name=chosen[arm.name], must=tuple(name for name in arm.must if name not in idle))
-        for arm in all_arms(model)
+        for arm in all_arms(model, on_card=on_card)
         if arm.name in chosen
     ]
 

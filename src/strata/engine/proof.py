@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from strata.checkpoint.pack_writer import Progress
 from strata.config import Requested
 from strata.engine import arms as placements
+from strata.engine.devices import choose_card
 from strata.engine.identity import ArmResult, Script, Transcript
 from strata.engine.models import OpenModel, open_model
+from strata.engine.runtime import probe
 from strata.errors import ConfigError
 
 __all__ = ["Proof"]
@@ -65,12 +67,17 @@ class Proof:
         return self._script.prompt_lengths
 
     @property
+    def on_card(self) -> bool:
+        """Whether rounds run on a card."""
+        return choose_card(self._requested, probe(self._requested)) is not None
+
+    @property
     def arm_names(self) -> list[str]:
-        return [arm.name for arm in placements.all_arms(self._model)]
+        return [arm.name for arm in placements.all_arms(self._model, on_card=self.on_card)]
 
     def arms(self, wanted: Sequence[str] = ()) -> Iterator[ArmResult]:
         """All arms, or the reference and those whose names hold one of ``wanted``."""
-        every = placements.all_arms(self._model)
+        every = placements.all_arms(self._model, on_card=self.on_card)
         chosen = [arm for arm in every if not wanted or any(word in arm.name for word in wanted)]
         if chosen and chosen[0] is not every[0]:
             chosen.insert(0, every[0])
@@ -81,11 +88,18 @@ class Proof:
         ids = self._model.text.tokenizer.encode(prompt)
         script = Script((len(ids),), self._script.decode_tokens, prompts=(tuple(ids),))
         yield from placements.run_arms(
-            self._model, self._requested, placements.demo_arms(self._model, len(ids)), script, on_progress
+            self._model,
+            self._requested,
+            placements.demo_arms(self._model, len(ids), on_card=self.on_card),
+            script,
+            on_progress,
         )
 
     def self_tests(self) -> Iterator[ArmResult]:
-        """Each planted fault as a row; good when the fault was found and its arm named."""
+        """Each planted fault as a row; good when the fault was found and its arm named. Raises ``ConfigError`` on a
+        card: faults are planted in memory that the CPU writes."""
+        if self.on_card:
+            raise ConfigError("--self-test plants its faults on the CPU", "use --device cpu")
         first = placements.all_arms(self._model)[0]
         base = placements.run_arm(self._model, self._requested, first, self._script, reference=None)
         reference = base.transcript
