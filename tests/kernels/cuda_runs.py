@@ -38,6 +38,7 @@ class Run:
         return self
 
     def prepare(self) -> Runnable:
+        self.ops.settle()
         return self.machine.prepare(self.program.take())
 
     def go(self) -> None:

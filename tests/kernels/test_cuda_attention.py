@@ -111,7 +111,7 @@ def test_what_is_not_held_is_refused() -> None:
     q, (k, v) = noise(1, 1, 300), cache(4, 1, 300, torch.float32)
     with pytest.raises(EngineError, match="heads of 300 columns"):
         run(lambda ops: ops.attention(q, k, v, 0, 1.0))
-    with pytest.raises(EngineError, match="a cache of torch.float16"):
+    with pytest.raises(EngineError, match=r"a cache of torch\.float16"):
         run(lambda ops: ops.attention(q, k.half(), v.half(), 0, 1.0))
 
 

@@ -17,9 +17,7 @@ REFERENCE = ReferenceOps()
 
 
 @settings(max_examples=15)
-@given(
-    rows=st.integers(1, 8), channels=st.integers(1, 70), taps=st.integers(2, 5), dilation=st.sampled_from([1, 3])
-)
+@given(rows=st.integers(1, 8), channels=st.integers(1, 70), taps=st.integers(2, 5), dilation=st.sampled_from([1, 3]))
 def test_convolution(rows: int, channels: int, taps: int, dilation: int) -> None:
     x, tail, weight = noise(rows, channels), noise((taps - 1) * dilation, channels), noise(channels, taps)
     found = run(lambda ops: ops.causal_conv(x, tail, weight, dilation))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from strata.errors import EngineError
+from strata.kernels.cuda.ops import CudaOps
 from strata.kernels.ops import Matrix
 from strata.kernels.reference import ReferenceOps
 from tests.kernels.cuda_runs import FORMATS, Run, equal, noise, random_matrix, run, same_rows
@@ -86,6 +89,11 @@ def test_gated_products() -> None:
         close(run(lambda ops, kind=kind: ops.gated_linear(gate, x, weight, kind)),
               REFERENCE.gated_linear(gate, x, weight, kind))  # fmt: skip
         same_rows(lambda ops, r, kind=kind: ops.gated_linear(gate[r], x[r], weight, kind), 5)
+    wide = noise(5, 3, 2, 40)  # a gate whose heads lie apart
+    matrix, heads = random_matrix(9, 120, "f32"), noise(5, 3, 40, seed=2)
+    apart = run(lambda ops: ops.gated_linear(wide[:, :, 1], heads, matrix, "sigmoid"))
+    assert equal(apart, run(lambda ops: ops.gated_linear(wide[:, :, 1].contiguous(), heads, matrix, "sigmoid")))
+    close(apart, REFERENCE.gated_linear(wide[:, :, 1], heads, matrix, "sigmoid"))
     up, down = random_matrix(130, 64, "q8_0", 3), random_matrix(64, 130, "q8_0", 4)
     h = noise(2, 64)
     close(run(lambda ops: ops.swiglu(h, up, up, down)), REFERENCE.swiglu(h, up, up, down))
@@ -106,6 +114,37 @@ def test_embedding_reads_ids_from_the_inputs(format: str) -> None:
     launches.run()
     one.machine.synchronize()
     assert torch.equal(y, REFERENCE.embedding([0, 49, 49, 0], table))
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "silu"])
+@pytest.mark.parametrize("width", [20, 128])
+def test_a_gated_norm_is_done_in_the_product_that_reads_it(width: int, gate: Literal["sigmoid", "silu"]) -> None:
+    """One launch with the bits of two, whole and in pieces; read by anything else it is a launch of its own."""
+    o, z, weight, matrix = (
+        noise(8, 13, width),
+        noise(8, 13, width, seed=1),
+        noise(width),
+        random_matrix(7, 13 * width, "f32"),
+    )
+
+    def record(ops: CudaOps, r: slice = slice(0, 8)) -> torch.Tensor:
+        return ops.linear(ops.gated_norm(o[r], z[r], weight, 1e-6, gate).flatten(1), matrix)
+
+    def apart(ops: CudaOps) -> torch.Tensor:
+        normed = ops.gated_norm(o, z, weight, 1e-6, gate)
+        ops.settle()
+        return ops.linear(normed.flatten(1), matrix)
+
+    together = run(record)
+    assert equal(together, run(apart))
+    assert equal(together, run(record, shared_bytes=1))
+    same_rows(record, 8)
+    counts = []
+    for way in (record, apart):
+        one = Run.new()
+        way(one.ops)
+        counts.append(len(one.program.launches))
+    assert counts == [1, 2]
 
 
 def test_wrong_shapes_are_named() -> None:

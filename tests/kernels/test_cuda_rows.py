@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.errors import EngineError
+from strata.kernels.cuda.ops import CudaOps
 from strata.kernels.reference import ReferenceOps
-from tests.kernels.cuda_runs import noise, run, same_rows
+from tests.kernels.cuda_runs import equal, noise, run, same_rows
 
 REFERENCE = ReferenceOps()
 
@@ -45,6 +46,26 @@ def test_rope(width: int, half: int) -> None:
         run(lambda ops: ops.rope(x[..., :4].contiguous(), angle.cos(), angle.sin()))
 
 
+@pytest.mark.parametrize("width", [12, 33, 256])
+def test_norm_and_rope_of_heads_in_one_launch(width: int) -> None:
+    """The same bits as the two operations one after the other, for views too."""
+    wide, k, weights = noise(5, 3, 2, width), noise(5, 2, width), (noise(width), noise(width, seed=1))
+    angle = noise(5, width // 4)
+    cos, sin = angle.cos(), angle.sin()
+
+    def together(ops: CudaOps, r: slice) -> list[torch.Tensor]:
+        heads = [(wide[r][:, :, 0], weights[0]), (k[r], weights[1])]
+        return ops.norm_rope(heads, 1e-6, cos[r], sin[r], plus_one=True)
+
+    found = run(lambda ops: together(ops, slice(0, 5)))
+    for x, weight, y in zip((wide[:, :, 0].contiguous(), k), weights, found, strict=True):
+        apart = run(lambda ops, x=x, w=weight: ops.rope(ops.rms_norm(x, w, 1e-6, plus_one=True), cos, sin))
+        assert equal(y, apart)
+    same_rows(together, 5)
+    with pytest.raises(EngineError, match="norm_rope of 5 parts"):
+        run(lambda ops: ops.norm_rope([(k, weights[0])] * 5, 1e-6, cos, sin, plus_one=True))
+
+
 def test_gates_and_sums() -> None:
     x, y, gate = noise(7, 300) * 9, noise(7, 300, seed=5), noise(7, 1)
     for name, left in (("silu_mul", x), ("sigmoid_mul", x), ("add", x), ("sigmoid_mul", gate)):
@@ -63,11 +84,7 @@ def test_gates_far_out() -> None:
 
 
 def test_copies_are_exact() -> None:
-    x, streams = noise(3, 2 * 5 * 7), noise(3, 11)
-    first, second = run(lambda ops: ops.split_heads(x, 5, 7))
-    expected = REFERENCE.split_heads(x, 5, 7)
-    assert torch.equal(first, expected[0])
-    assert torch.equal(second, expected[1])
+    streams = noise(3, 11)
     assert torch.equal(run(lambda ops: ops.start_streams(streams, 4)), REFERENCE.start_streams(streams, 4))
 
 

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.errors import EngineError
+from strata.kernels.cuda.ops import CudaOps
 from strata.kernels.ops import HyperWeights, NgramWeights
 from strata.kernels.reference import ReferenceOps
-from tests.kernels.cuda_runs import FORMATS, equal, noise, random_matrix, run, same_rows
+from tests.kernels.cuda_runs import FORMATS, Run, equal, noise, random_matrix, run, same_rows
 
 REFERENCE = ReferenceOps()
 
@@ -32,9 +33,7 @@ def mixer(streams: int, columns: int, rank: int, formats: tuple[str, str], *, in
     rank=st.sampled_from([1, 8, 40, 330]), formats=st.tuples(st.sampled_from(FORMATS), st.sampled_from(FORMATS)),
     inject=st.booleans(),
 )  # fmt: skip
-def test_mix(
-    rows: int, streams: int, columns: int, rank: int, formats: tuple[str, str], inject: bool
-) -> None:
+def test_mix(rows: int, streams: int, columns: int, rank: int, formats: tuple[str, str], inject: bool) -> None:
     if formats[0] == "q8_0" and streams * columns % 32:
         columns *= 2
     x, weights = noise(rows, streams, columns), mixer(streams, columns, rank, formats, inject=inject)
@@ -73,6 +72,36 @@ def test_add() -> None:
     found = run(lambda ops: ops.hyper_add(x, c, y))
     torch.testing.assert_close(found, REFERENCE.hyper_add(x, c, y), rtol=1e-6, atol=1e-6)
     same_rows(lambda ops, r: ops.hyper_add(x[r], c[r], y[r]), 5)
+
+
+@pytest.mark.parametrize("shared_bytes", [48 << 10, 1])
+@pytest.mark.parametrize("gated", [False, True])
+def test_sums_are_done_in_the_mix_that_reads_them(gated: bool, shared_bytes: int) -> None:
+    """Two launches with the bits of three or four."""
+    x, c, y, gate, more = noise(5, 4, 64), noise(5, 4), noise(5, 64), noise(5, 1), noise(5, 64, seed=1)
+    weights = mixer(4, 64, 20, ("q8_0", "bf16"), inject=True)
+
+    def record(ops: CudaOps, r: slice = slice(0, 5), *, apart: bool = False) -> tuple[torch.Tensor, ...]:
+        read = ops.add_gated(y[r], gate[r], more[r]) if gated else y[r]
+        if apart:
+            ops.settle()
+        streams = ops.hyper_add(x[r], c[r], read)
+        if apart:
+            ops.settle()
+        u, strength = ops.hyper_mix(streams, weights)
+        assert strength is not None
+        return u, strength, streams
+
+    together = run(record, shared_bytes=shared_bytes)
+    apart = run(lambda ops: record(ops, apart=True), shared_bytes=shared_bytes)
+    assert all(equal(a, b) for a, b in zip(together, apart, strict=True))
+    same_rows(record, 5, shared_bytes=shared_bytes)
+    one = Run.new()
+    record(one.ops)
+    assert len(one.program.launches) == 2
+    used = run(lambda ops: ops.start_streams(ops.hyper_add(x, c, ops.add_gated(y, gate, more)).flatten(1), 1))
+    expected = REFERENCE.hyper_add(x, c, REFERENCE.add_gated(y, gate, more))
+    torch.testing.assert_close(used.view(x.shape), expected, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("columns", [1, 31, 300])

@@ -24,10 +24,10 @@ class ComposedOps:
         return [self.linear(x_TI, weight) for weight in weights]
 
     def gated_linear(
-        self: Ops, gate_TI: torch.Tensor, x_TI: torch.Tensor, weight_OI: Matrix, kind: Literal["sigmoid", "silu"]
+        self: Ops, gate: torch.Tensor, x: torch.Tensor, weight_OI: Matrix, kind: Literal["sigmoid", "silu"]
     ) -> torch.Tensor:
-        gated = self.sigmoid_mul(gate_TI, x_TI) if kind == "sigmoid" else self.silu_mul(gate_TI, x_TI)
-        return self.linear(gated, weight_OI)
+        gated = self.sigmoid_mul(gate, x) if kind == "sigmoid" else self.silu_mul(gate, x)
+        return self.linear(gated.flatten(1), weight_OI)
 
     def swiglu(self: Ops, x_TH: torch.Tensor, gate_IH: Matrix, up_IH: Matrix, down_HI: Matrix) -> torch.Tensor:
         gate_TI, up_TI = self.linears(x_TH, [gate_IH, up_IH])
@@ -36,9 +36,17 @@ class ComposedOps:
     def add_gated(self: Ops, y_TH: torch.Tensor, gate_T1: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
         return self.add(y_TH, self.sigmoid_mul(gate_T1, x_TH))
 
-    def split_heads(self, x_TX: torch.Tensor, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x_TN2D = x_TX.view(-1, heads, 2, width)
-        return x_TN2D[:, :, 0].contiguous(), x_TN2D[:, :, 1].reshape(-1, heads * width)
+    def norm_rope(
+        self: Ops,
+        heads: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        eps: float,
+        cos_TR: torch.Tensor,
+        sin_TR: torch.Tensor,
+        *,
+        plus_one: bool,
+    ) -> list[torch.Tensor]:
+        normed = [self.rms_norm(x_TND, weight_D, eps, plus_one=plus_one) for x_TND, weight_D in heads]
+        return [self.rope(x_TND, cos_TR, sin_TR) for x_TND in normed]
 
     def start_streams(self, x_TH: torch.Tensor, streams: int) -> torch.Tensor:
         return x_TH.unsqueeze(1).repeat(1, streams, 1)

@@ -135,15 +135,27 @@ class Ops(Protocol):
         """``linear`` with each of several matrices over the same rows: the same bits, perhaps one launch."""
 
     def gated_linear(
-        self, gate_TI: torch.Tensor, x_TI: torch.Tensor, weight_OI: Matrix, kind: Literal["sigmoid", "silu"]
+        self, gate: torch.Tensor, x: torch.Tensor, weight_OI: Matrix, kind: Literal["sigmoid", "silu"]
     ) -> torch.Tensor:
-        """y_TO = (kind(gate) * x) W^T: ``sigmoid_mul`` or ``silu_mul``, then ``linear``."""
+        """y_TO = (kind(gate) * x) W^T: ``sigmoid_mul`` or ``silu_mul``, then ``linear``. Both are T x I, or T x N x D
+        with N*D = I; the gate may be a view whose heads lie apart."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
         """x * rsqrt(mean(x^2) + eps) * (weight, or 1 + weight) over the last axis (any leading axes)."""
 
     def rope(self, x_TND: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
         """Rotates the first 2R of D: halves [0,R) and [R,2R) paired (the 'rotate half' form); the rest is copied."""
+
+    def norm_rope(
+        self,
+        heads: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        eps: float,
+        cos_TR: torch.Tensor,
+        sin_TR: torch.Tensor,
+        *,
+        plus_one: bool,
+    ) -> list[torch.Tensor]:
+        """rope(rms_norm(x)) of several (x_TND, weight_D) of one width; x may be a view whose heads lie apart."""
 
     def attention(
         self, q_TND: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor, start: int, scale: float
@@ -169,9 +181,6 @@ class Ops(Protocol):
 
     def add_gated(self, y_TH: torch.Tensor, gate_T1: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
         """y + sigmoid(gate) * x, one gate a row."""
-
-    def split_heads(self, x_TX: torch.Tensor, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(first T x N x D, second T x (N*D)) of rows that hold, per head, D values of one and then D of the other."""
 
     def argmax(self, logits_TV: torch.Tensor) -> list[int]:
         """Per row the lowest id among the largest logits. A row with a NaN gives -1."""

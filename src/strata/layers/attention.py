@@ -41,15 +41,12 @@ class Attention:
         """y_TH; writes the rows' keys and values into the cache at their positions."""
         projections = [self.query, self.key, self.value] + ([] if self.indexer is None else [self.indexer.key])
         q_TX, k_TX, v_TX, *raw = ops.linears(x_TH, projections)
-        gate_TX = None
-        if self.gated:
-            q_TND, gate_TX = ops.split_heads(q_TX, self.heads, self.width)
-        else:
-            q_TND = q_TX.view(-1, self.heads, self.width)
-        q_TND = ops.rms_norm(q_TND, self.query_norm_D, self.eps, plus_one=self.plus_one)
         k_TGD, v_TGD = k_TX.view(-1, self.kv_heads, self.width), v_TX.view(-1, self.kv_heads, self.width)
-        k_TGD = ops.rms_norm(k_TGD, self.key_norm_D, self.eps, plus_one=self.plus_one)
-        q_TND, k_TGD = ops.rope(q_TND, rows.cos_TR, rows.sin_TR), ops.rope(k_TGD, rows.cos_TR, rows.sin_TR)
+        q_TNXD = q_TX.view(-1, self.heads, 2 if self.gated else 1, self.width)
+        q_TND, k_TGD = ops.norm_rope(
+            [(q_TNXD[:, :, 0], self.query_norm_D), (k_TGD, self.key_norm_D)],
+            self.eps, rows.cos_TR, rows.sin_TR, plus_one=self.plus_one,
+        )  # fmt: skip
         k_PGD, v_PGD = cache.append(rows.start, k_TGD, v_TGD)
         scale = self.width**-0.5
         if self.indexer is None:
@@ -57,7 +54,6 @@ class Attention:
         else:
             blocks_TM = self.indexer.forward(ops, x_TH, raw[0], rows, cache)
             o_TND = ops.sparse_attention(q_TND, k_PGD, v_PGD, rows.start, scale, blocks_TM, self.indexer.block)
-        o_TX = o_TND.reshape(o_TND.shape[0], -1)
-        if gate_TX is None:
-            return ops.linear(o_TX, self.output)
-        return ops.gated_linear(gate_TX, o_TX, self.output, "sigmoid")
+        if not self.gated:
+            return ops.linear(o_TND.flatten(1), self.output)
+        return ops.gated_linear(q_TNXD[:, :, 1], o_TND, self.output, "sigmoid")

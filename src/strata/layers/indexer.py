@@ -49,6 +49,6 @@ class Indexer:
         if complete <= self.top_blocks:
             return None
         q_TND = ops.linear(x_TH, self.query).view(-1, self.heads, self.width)
-        q_TND = ops.rms_norm(q_TND, self.query_norm_D, self.eps, plus_one=True)
-        q_TND = ops.rope(q_TND, rows.cos_TR, rows.sin_TR)
+        heads = [(q_TND, self.query_norm_D)]
+        (q_TND,) = ops.norm_rope(heads, self.eps, rows.cos_TR, rows.sin_TR, plus_one=True)
         return ops.select_blocks(q_TND, key_BD, rows.start, self.block, self.top_blocks)

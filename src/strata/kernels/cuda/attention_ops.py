@@ -86,8 +86,8 @@ class AttentionOps(Recorder):
         )  # fmt: skip
         groups = kv_heads * blocks_of(heads // kv_heads, HEADS)
         at_once = min(cuts, max(1, 8 * self.program.multiprocessors // groups))
-        self.program.launch("attention.attend", (at_once, groups, rows), THREADS, self.inputs, shape, shared=SHARED)
-        self.program.launch("attention.attend_combine", (heads, rows), THREADS, shape, out_TND)
+        self.launch("attention.attend", (at_once, groups, rows), THREADS, self.inputs, shape, shared=SHARED)
+        self.launch("attention.attend_combine", (heads, rows), THREADS, shape, out_TND)
         return out_TND
 
     def index_block_keys(
@@ -98,7 +98,7 @@ class AttentionOps(Recorder):
         agree("index_block_keys tables", (tuple(cos_BR.shape), tuple(sin_BR.shape)), ((blocks, half),) * 2)
         agree("index_block_keys width", (weight_D.numel(), 2 * half <= width), (width, True))
         key_BD = self.empty(blocks, width)
-        self.program.launch(
+        self.launch(
             "index.index_block_keys", (blocks_of(blocks, 4),), 128,
             raw_BJD, weight_D, eps, cos_BR, sin_BR, blocks, members, width, half, key_BD,
         )  # fmt: skip
@@ -112,12 +112,12 @@ class AttentionOps(Recorder):
         agree("select_blocks width", (key_BD.shape[1], width <= WIDEST), (width, True))
         scores_TB = self.scratch("block scores", rows, max(1, blocks))
         ids_TM = self.empty(rows, top_blocks, dtype=torch.int32)
-        self.program.launch(
+        self.launch(
             "index.block_scores", (self.stride_blocks(blocks, THREADS // 32),), THREADS,
             self.inputs, q_TND, key_BD, rows, heads, width, block, top_blocks, blocks, scores_TB,
             shared=rows * heads * width * 4,
         )  # fmt: skip
-        self.program.launch(
+        self.launch(
             "index.select_blocks", (rows,), SELECT_THREADS, self.inputs, scores_TB, block, top_blocks, blocks, ids_TM
         )
         return ids_TM

@@ -57,7 +57,7 @@ class DeltaOps(Recorder):
         agree("causal_conv tail", tuple(tail_UC.shape), ((taps - 1) * dilation, channels))
         agree("causal_conv weight", weight_CW.shape[0], channels)
         y_TC = self.empty(rows, channels)
-        self.program.launch(
+        self.launch(
             "delta.causal_conv", (self.stride_blocks(x_TC.numel(), THREADS),), THREADS,
             x_TC, tail_UC, weight_CW, rows, channels, taps, dilation, y_TC,
         )  # fmt: skip
@@ -92,7 +92,7 @@ class DeltaOps(Recorder):
             v=self.address(v_TNV), beta=self.address(beta_TN), g=self.address(g_TN), taps=taps, key_heads=keys,
             value_heads=heads, key_width=key_width, value_width=width, scale=key_width**-0.5,
         )  # fmt: skip
-        self.program.launch("delta.delta_inputs", (2 * keys + heads + 1, rows), 128, shape)
+        self.launch("delta.delta_inputs", (2 * keys + heads + 1, rows), 128, shape)
         return q_TGD, DeltaRows(k_TGD, v_TNV, beta_TN, g_TN)
 
     def gated_delta(
@@ -115,7 +115,7 @@ class DeltaOps(Recorder):
             out=self.address(out_TNV), rows=count, key_heads=keys, value_heads=heads, key_width=key_width,
             value_width=width,
         )  # fmt: skip
-        self.program.launch(
+        self.launch(
             f"delta.gated_delta_{slice_rows}", (blocks_of(width, STATE_COLUMNS), heads), 32 * STATE_WARPS,
             self.inputs, shape, shared=(MAX_WINDOW + 2 * count) * slice_rows * STATE_WARPS * 4,
         )  # fmt: skip
@@ -139,12 +139,27 @@ class DeltaOps(Recorder):
         eps: float,
         gate: Literal["sigmoid", "silu"],
     ) -> torch.Tensor:
+        """Put off: a product of its result takes it into its own launch."""
         width = int(o_TNV.shape[-1])
         agree("gated_norm shapes", (o_TNV.shape, weight_V.numel()), (z_TNV.shape, width))
         y_TNV = self.empty(*o_TNV.shape)
+        return self.put_off(
+            "gated_norm", y_TNV, lambda: self._norm(o_TNV, z_TNV, weight_V, eps, gate, y_TNV),
+            o_TNV, z_TNV, weight_V, eps, gate,
+        )  # fmt: skip
+
+    def _norm(
+        self,
+        o_TNV: torch.Tensor,
+        z_TNV: torch.Tensor,
+        weight_V: torch.Tensor,
+        eps: float,
+        gate: str,
+        y_TNV: torch.Tensor,
+    ) -> None:
+        width = int(o_TNV.shape[-1])
         count = o_TNV.numel() // width
-        self.program.launch(
+        self.launch(
             "delta.gated_norm", (blocks_of(count, THREADS // 32),), THREADS,
             o_TNV, z_TNV, weight_V, eps, int(gate == "silu"), count, width, y_TNV,
         )  # fmt: skip
-        return y_TNV

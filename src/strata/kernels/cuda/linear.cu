@@ -13,49 +13,83 @@ using namespace strata::rows;
 
 constexpr int kMatrices = 8;  // linear_ops.py: MOST_MATRICES
 
-enum Source { kPlain, kSiluTimes, kSigmoidTimes };  // what the activations are: x, silu(gate) x, sigmoid(gate) x
+// What the activations are: x, silu(gate) x, sigmoid(gate) x, or the gated norm of heads: weight rms(x) gate(z).
+enum Source { kPlain, kSiluTimes, kSigmoidTimes, kNormSigmoid, kNormSilu };
+
+// Column c of a row of the gate lies at c / gate_width * gate_pitch + c % gate_width.
+struct Activations {
+    const float *x, *gate, *weight;  // weight: of a norm's heads
+    int source, rows, gate_width, gate_pitch, gate_row, width;  // width: of a norm's heads
+    float eps;
+    int by_fours;  // rows and gates may be read 16 bytes at once
+};
 
 struct Matrices {
     Matrix of[kMatrices];
     int count, groups, columns, chunk;  // chunk: a multiple of 512 columns
 };
 
+__device__ __forceinline__ float gated(const Activations& a, float x, float gate) {
+    return (a.source == kSiluTimes ? silu(gate) : sigmoid(gate)) * x;
+}
+
+// The gated norm (delta.cu's operations) of the heads that have columns in [first, first + chunk), a warp a head.
+__device__ void stage_norm(const Activations& a, int t, int columns, int first, int chunk, float* room) {
+    const int lane = threadIdx.x & 31, last = min(first + chunk, columns);
+    for (int head = first / a.width + (threadIdx.x >> 5); head * a.width < last; head += blockDim.x >> 5) {
+        const float* x = a.x + static_cast<long long>(t) * columns + head * a.width;
+        const float* z = a.gate + static_cast<long long>(t) * columns + head * a.width;
+        float sum = 0.0f;
+        for (int i = lane; i < a.width; i += 32) sum = fused(x[i], x[i], sum);
+        const float inverse = 1.0f / sqrtf(warp_sum(sum) / static_cast<float>(a.width) + a.eps);
+        for (int i = lane; i < a.width; i += 32) {
+            const int column = head * a.width + i - first;
+            if (column >= 0 && column < chunk)
+                room[place(column >> 2) * 4 + (column & 3)] =
+                    x[i] * inverse * a.weight[i] * (a.source == kNormSilu ? silu(z[i]) : sigmoid(z[i]));
+        }
+    }
+    for (int column = last - first + threadIdx.x; column < chunk; column += blockDim.x)
+        room[place(column >> 2) * 4 + (column & 3)] = 0.0f;
+}
+
 // Columns [first, first + chunk) of T rows into shared memory; zeros past the columns and for rows that are not there.
 template <int T>
-__device__ void stage(const float* x, const float* gate, int source, int rows, int columns, int first, int chunk,
-                      float4* room) {
+__device__ void stage(const Activations& a, int columns, int first, int chunk, float4* room) {
     const int fours = chunk / 4;
-    const bool whole = columns % 4 == 0;
-    for (int t = 0; t < T; ++t)
+    for (int t = 0; t < T; ++t) {
+        if (t < a.rows && a.source >= kNormSigmoid) {
+            stage_norm(a, t, columns, first, chunk, reinterpret_cast<float*>(room + t * fours));
+            continue;
+        }
+        const float* x = a.x + static_cast<long long>(t) * columns;
+        const float* gate = a.gate + static_cast<long long>(t) * a.gate_row;
         for (int f = threadIdx.x; f < fours; f += blockDim.x) {
             const int column = first + f * 4;
-            float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            if (t < rows && column < columns) {
-                const long long at = static_cast<long long>(t) * columns + column;
-                float g[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                if (whole) {
-                    const float4 four = *reinterpret_cast<const float4*>(x + at);
-                    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-                    if (source != kPlain) {
-                        const float4 gates = *reinterpret_cast<const float4*>(gate + at);
-                        g[0] = gates.x, g[1] = gates.y, g[2] = gates.z, g[3] = gates.w;
-                    }
-                } else {
-                    for (int i = 0; i < 4 && column + i < columns; ++i) {
-                        v[i] = x[at + i];
-                        if (source != kPlain) g[i] = gate[at + i];
-                    }
+            float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (t < a.rows && column < columns && a.by_fours) {
+                v = *reinterpret_cast<const float4*>(x + column);
+                if (a.source != kPlain) {
+                    const int at = column / a.gate_width * a.gate_pitch + column % a.gate_width;
+                    const float4 g = *reinterpret_cast<const float4*>(gate + at);
+                    v = make_float4(gated(a, v.x, g.x), gated(a, v.y, g.y), gated(a, v.z, g.z), gated(a, v.w, g.w));
                 }
-                if (source != kPlain)
-                    for (int i = 0; i < 4; ++i) v[i] = (source == kSiluTimes ? silu(g[i]) : sigmoid(g[i])) * v[i];
+            } else if (t < a.rows && column < columns) {
+                float values[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                for (int i = 0; i < 4 && column + i < columns; ++i) {
+                    const int at = (column + i) / a.gate_width * a.gate_pitch + (column + i) % a.gate_width;
+                    values[i] = a.source == kPlain ? x[column + i] : gated(a, x[column + i], gate[at]);
+                }
+                v = make_float4(values[0], values[1], values[2], values[3]);
             }
-            room[t * fours + place(f)] = make_float4(v[0], v[1], v[2], v[3]);
+            room[t * fours + place(f)] = v;
         }
+    }
 }
 
 // Grid: any number of blocks. Shared memory: T x chunk floats.
 template <int T, int R, int kAhead>
-__device__ void linears(const float* x, const float* gate, int source, int rows, const Matrices& all, float4* room) {
+__device__ void linears(const Activations& a, const Matrices& all, float4* room) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int pieces = (all.columns + all.chunk - 1) / all.chunk;
     device::let_next_start();
@@ -82,7 +116,7 @@ __device__ void linears(const float* x, const float* gate, int source, int rows,
             if (!is_staged || pieces > 1) {
                 if (!is_staged) device::wait_for_previous();
                 __syncthreads();
-                stage<T>(x, gate, source, rows, all.columns, piece * all.chunk, all.chunk, room);
+                stage<T>(a, all.columns, piece * all.chunk, all.chunk, room);
                 __syncthreads();
                 is_staged = true;
             }
@@ -101,7 +135,7 @@ __device__ void linears(const float* x, const float* gate, int source, int rows,
 #pragma unroll
             for (int t = 0; t < T; ++t) {
                 const float total = warp_sum(acc[r][t]);
-                if (lane == r * T + t && t < rows && row + r < m.rows && base + warp < all.groups)
+                if (lane == r * T + t && t < a.rows && row + r < m.rows && base + warp < all.groups)
                     m.y[static_cast<long long>(t) * m.rows + row + r] = total;
             }
     }
@@ -110,9 +144,9 @@ __device__ void linears(const float* x, const float* gate, int source, int rows,
 // R of each is ops.py's ROWS_OF_WARP.
 #define STRATA_LINEARS(T, R, AHEAD)                                                                              \
     extern "C" __global__ void __launch_bounds__(256)                                                            \
-        linears_##T(const float* x, const float* gate, int source, int rows, const Matrices all) {               \
+        linears_##T(const Activations a, const Matrices all) {                                                   \
         extern __shared__ float4 room[];                                                                         \
-        linears<T, R, AHEAD>(x, gate, source, rows, all, room);                                                  \
+        linears<T, R, AHEAD>(a, all, room);                                                                      \
     }
 
 STRATA_LINEARS(1, 2, 4)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -24,7 +25,32 @@ ROWS_OF_WARP = {1: 2, 2: 2, 4: 4, 8: 4}  # R of linear.cu's kernels, by T
 THREADS = 256
 STEP_COLUMNS = 512  # columns of whole steps in every format
 MOST_BLOCKS = 4  # of a multiprocessor
-_SOURCES = {"sigmoid": 2, "silu": 1}
+_SOURCES = {"plain": 0, "silu": 1, "sigmoid": 2, "norm sigmoid": 3, "norm silu": 4}  # Source of linear.cu
+
+
+@dataclass(frozen=True, eq=False)
+class Activations:
+    """What a product reads: ``x_RI`` by itself, or with a gate (a view of its shape, rows x heads x width), or the
+    gated norm of heads of ``weight.numel()`` columns."""
+
+    x_RI: torch.Tensor
+    source: str = "plain"
+    gate_RND: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    eps: float = 0.0
+
+    def rows(self, part: slice) -> Activations:
+        gate = None if self.gate_RND is None else self.gate_RND[part]
+        return replace(self, x_RI=self.x_RI[part], gate_RND=gate)
+
+
+class _Activations(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "gate", "weight")),
+        *((n, ctypes.c_int) for n in ("source", "rows", "gate_width", "gate_pitch", "gate_row", "width")),
+        ("eps", ctypes.c_float),
+        ("by_fours", ctypes.c_int),
+    )
 
 
 class NativeMatrix(ctypes.Structure):
@@ -61,7 +87,7 @@ class LinearOps(Recorder):
             raise EngineError(f"a recorded round of {rows} rows: 1 to {MAX_WINDOW} are recorded")
         table = self.matrix(table_VH)
         y_TH = self.empty(rows, table_VH.columns)
-        self.program.launch(
+        self.launch(
             "linear.embedding", (rows,), THREADS, self.inputs, self.pointer(table.data), self.pointer(table.scales),
             table.format, table.rows, table_VH.columns, table.row_bytes, y_TH,
         )  # fmt: skip
@@ -71,13 +97,24 @@ class LinearOps(Recorder):
         return self.linears(x_TI, [weight_OI])[0]
 
     def linears(self, x_TI: torch.Tensor, weights: Sequence[Matrix]) -> list[torch.Tensor]:
-        return self._products(x_TI, None, weights, 0)
+        """A gated norm that was put off is done while the rows are read."""
+        columns = int(x_TI.shape[-1])
+        x_RI = x_TI.reshape(-1, columns)
+        activations = Activations(x_RI)
+        norm = self.take("gated_norm", x_TI)
+        if norm is not None:
+            o_TNV, z_TNV, weight_V, eps, gate = norm
+            activations = Activations(o_TNV.view(x_RI.shape), f"norm {gate}", z_TNV, weight_V, eps)
+        return self._products(activations, x_TI.shape[:-1], weights)
 
     def gated_linear(
-        self, gate_TI: torch.Tensor, x_TI: torch.Tensor, weight_OI: Matrix, kind: Literal["sigmoid", "silu"]
+        self, gate: torch.Tensor, x: torch.Tensor, weight_OI: Matrix, kind: Literal["sigmoid", "silu"]
     ) -> torch.Tensor:
-        agree("gated_linear shapes", gate_TI.shape, x_TI.shape)
-        return self._products(x_TI, gate_TI, [weight_OI], _SOURCES[kind])[0]
+        agree("gated_linear shapes", gate.shape, x.shape)
+        rows = int(x.shape[0])
+        gate_RND = gate if gate.dim() == 3 else gate.view(rows, 1, -1)
+        agree("gated_linear columns lie together", gate_RND.stride(2), 1)
+        return self._products(Activations(x.reshape(rows, -1), kind, gate_RND), (rows,), [weight_OI])[0]
 
     def swiglu(self, x_TH: torch.Tensor, gate_IH: Matrix, up_IH: Matrix, down_HI: Matrix) -> torch.Tensor:
         gate_TI, up_TI = self.linears(x_TH, [gate_IH, up_IH])
@@ -106,33 +143,18 @@ class LinearOps(Recorder):
             is_aligned=int(row_bytes % 16 == 0 and part % 16 == 0 and data.data_ptr() % 16 == 0),
         )
 
-    def _products(
-        self, x_TI: torch.Tensor, gate_TI: torch.Tensor | None, weights: Sequence[Matrix], source: int
-    ) -> list[torch.Tensor]:
-        columns = int(x_TI.shape[-1])
-        x_RI = x_TI.reshape(-1, columns)
-        outputs = [self.empty(*x_TI.shape[:-1], weight.rows) for weight in weights]
-        for first in range(0, x_RI.shape[0], MAX_WINDOW):  # more rows than a window: streams of one
+    def _products(self, a: Activations, leading: Sequence[int], weights: Sequence[Matrix]) -> list[torch.Tensor]:
+        count = int(a.x_RI.shape[0])
+        outputs = [self.empty(*leading, weight.rows) for weight in weights]
+        for first in range(0, count, MAX_WINDOW):  # more rows than a window: streams of one
+            rows = slice(first, first + MAX_WINDOW)
             for cut in range(0, len(weights), MOST_MATRICES):
-                rows = slice(first, first + MAX_WINDOW)
-                self._launch_products(
-                    x_RI[rows],
-                    None if gate_TI is None else gate_TI.reshape(-1, columns)[rows],
-                    weights[cut : cut + MOST_MATRICES],
-                    [y.view(x_RI.shape[0], -1)[rows] for y in outputs[cut : cut + MOST_MATRICES]],
-                    source,
-                )
+                places = [y.view(count, -1)[rows] for y in outputs[cut : cut + MOST_MATRICES]]
+                self._launch_products(a.rows(rows), weights[cut : cut + MOST_MATRICES], places)
         return outputs
 
-    def _launch_products(
-        self,
-        x_TI: torch.Tensor,
-        gate_TI: torch.Tensor | None,
-        weights: Sequence[Matrix],
-        outputs: list[torch.Tensor],
-        source: int,
-    ) -> None:
-        rows, columns = self.rows_of(x_TI), int(x_TI.shape[1])
+    def _launch_products(self, a: Activations, weights: Sequence[Matrix], outputs: list[torch.Tensor]) -> None:
+        rows, columns = self.rows_of(a.x_RI), int(a.x_RI.shape[1])
         template = template_rows(rows)
         of_warp = ROWS_OF_WARP[template]
         room = max(1, self.shared_bytes // (4 * STEP_COLUMNS * template))
@@ -146,10 +168,21 @@ class LinearOps(Recorder):
             all_of.of[place] = native
             groups += -(-weight.rows // of_warp)
         all_of.groups = groups
-        gate = x_TI if gate_TI is None else gate_TI
-        self.program.launch(
-            f"linear.linears_{template}", (self._blocks(groups),), THREADS, x_TI, gate, source, rows, all_of,
+        self.launch(
+            f"linear.linears_{template}", (self._blocks(groups),), THREADS, self._native(a), all_of,
             shared=4 * chunk * template,
+        )  # fmt: skip
+
+    def _native(self, a: Activations) -> _Activations:
+        rows, columns = a.x_RI.shape
+        gate = a.x_RI.view(rows, 1, columns) if a.gate_RND is None else a.gate_RND
+        self.program.kept.append(gate)
+        layout = (columns, int(gate.shape[2]), gate.stride(1), gate.stride(0), gate.data_ptr() // 4)
+        return _Activations(
+            x=self.address(a.x_RI), gate=gate.data_ptr(), weight=self.address(a.weight), source=_SOURCES[a.source],
+            rows=rows, gate_width=gate.shape[2], gate_pitch=gate.stride(1), gate_row=gate.stride(0),
+            width=1 if a.weight is None else a.weight.numel(), eps=a.eps,
+            by_fours=int(all(size % 4 == 0 for size in (*layout, a.x_RI.data_ptr() // 4))),
         )  # fmt: skip
 
     def _blocks(self, groups: int) -> int:

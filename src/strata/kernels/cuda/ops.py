@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from strata.kernels.cuda.attention_ops import AttentionOps
 from strata.kernels.cuda.delta_ops import DeltaOps
-from strata.kernels.cuda.row_ops import RowOps
 from strata.kernels.cuda.stream_ops import StreamOps
 
 __all__ = ["CudaOps"]
 
 
-class CudaOps(RowOps, AttentionOps, StreamOps, DeltaOps):
+class CudaOps(AttentionOps, StreamOps, DeltaOps):
     """``strata.kernels.ops.Ops`` for windows of 1 to MAX_WINDOW rows: ``CudaOps(program, inputs)``.
 
     What changes from round to round is read from ``inputs``: ``ids`` and ``start`` arguments are not looked at, but for

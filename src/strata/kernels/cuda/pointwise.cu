@@ -1,4 +1,4 @@
-// Row-wise kernels of small width: norms, rope, router, gates, the largest logit, copies that only move. Bytes are those
+// Row-wise kernels of small width: norms, rope, router, gates, the largest logit. Bytes are those
 // of activations, a few hundred KiB at most: each takes a launch and little more, the largest logit reads T x V x 4.
 #include "device.h"
 #include "rows.h"
@@ -23,6 +23,49 @@ extern "C" __global__ void rms_norm(const float* x, const float* weight, float e
         for (int i = first; i < columns; i += threads) y[at + i] = x[at + i] * inverse * (plus + weight[i]);
 }
 
+// Column d of a head whose halves [0, half) and [half, 2 half) are rotated.
+__device__ __forceinline__ float rotated(const float* head, int d, const float* cosines, const float* sines, int half) {
+    if (d < half) return fused(head[d], cosines[d], -(head[d + half] * sines[d]));
+    if (d < 2 * half) return fused(head[d], cosines[d - half], head[d - half] * sines[d - half]);
+    return head[d];
+}
+
+// Heads whose norm and rotation are one launch: x of T x N x D, heads and rows `pitch` floats apart.
+struct Heads {
+    const float *x, *weight;
+    float* y;
+    int heads, head_pitch, row_pitch, first;  // first: heads of parts before this one
+};
+
+constexpr int kParts = 4, kWidestHead = 256, kHeadWarps = 4;
+
+struct AllHeads {
+    Heads of[kParts];
+    int count, heads, width, half;
+    float eps, plus;
+};
+
+// y = rope(rms_norm(x)), the same operations as those two kernels. Grid (blocks of 4 heads, T), a warp a head.
+extern "C" __global__ void norm_rope(const AllHeads all, const float* cosines, const float* sines) {
+    __shared__ float room[kHeadWarps * kWidestHead];
+    device::wait_for_previous();
+    const int lane = threadIdx.x & 31, n = blockIdx.x * kHeadWarps + (threadIdx.x >> 5), t = blockIdx.y;
+    if (n >= all.heads) return;
+    float* normed = room + (threadIdx.x >> 5) * kWidestHead;
+    int which = 0;
+    while (which + 1 < all.count && n >= all.of[which + 1].first) ++which;
+    const Heads part = all.of[which];
+    const float* x = part.x + static_cast<long long>(t) * part.row_pitch + (n - part.first) * part.head_pitch;
+    float* y = part.y + (static_cast<long long>(t) * part.heads + n - part.first) * all.width;
+    float sum = 0.0f;
+    for (int d = lane; d < all.width; d += 32) sum = fused(x[d], x[d], sum);
+    const float inverse = 1.0f / sqrtf(warp_sum(sum) / static_cast<float>(all.width) + all.eps);
+    for (int d = lane; d < all.width; d += 32) normed[d] = x[d] * inverse * (all.plus + part.weight[d]);
+    __syncwarp();
+    for (int d = lane; d < all.width; d += 32)
+        y[d] = rotated(normed, d, cosines + t * all.half, sines + t * all.half, all.half);
+}
+
 // Rotates halves [0, half) and [half, 2 half) of each head of T x N x D; the rest is copied.
 extern "C" __global__ void rope(const float* x, const float* cosines, const float* sines, int rows, int heads, int width,
                                 int half, float* y) {
@@ -30,12 +73,7 @@ extern "C" __global__ void rope(const float* x, const float* cosines, const floa
     const int total = rows * heads * width;
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < total; i += gridDim.x * blockDim.x) {
         const int d = i % width, t = i / (heads * width);
-        float value = x[i];
-        if (d < half)
-            value = fused(value, cosines[t * half + d], -(x[i + half] * sines[t * half + d]));
-        else if (d < 2 * half)
-            value = fused(value, cosines[t * half + d - half], x[i - half] * sines[t * half + d - half]);
-        y[i] = value;
+        y[i] = rotated(x + (i - d), d, cosines + t * half, sines + t * half, half);
     }
 }
 
@@ -57,18 +95,6 @@ extern "C" __global__ void sigmoid_scale(const float* gate, const float* x, cons
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < total; i += gridDim.x * blockDim.x) {
         const float value = sigmoid(gate[i / columns]) * x[i];
         y[i] = base == nullptr ? value : base[i] + value;
-    }
-}
-
-// Per head `width` values of the first output, then of the second.
-extern "C" __global__ void split_heads(const float* x, int total, int width, float* first, float* second) {
-    device::wait_for_previous();
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < total; i += gridDim.x * blockDim.x) {
-        const int head = i / (2 * width), d = i % (2 * width);
-        if (d < width)
-            first[head * width + d] = x[i];
-        else
-            second[head * width + d - width] = x[i];
     }
 }
 

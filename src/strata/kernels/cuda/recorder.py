@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from strata.errors import EngineError
-from strata.kernels.cuda.program import MAX_WINDOW, Address, Program, RoundInputs
+from strata.kernels.cuda.program import MAX_WINDOW, Address, Argument, Program, RoundInputs
 
 __all__ = ["Recorder", "agree", "blocks_of"]
 
@@ -33,6 +36,14 @@ def blocks_of(count: int, threads: int) -> int:
     return max(1, -(-count // threads))
 
 
+@dataclass(frozen=True, eq=False)
+class _PutOff:
+    kind: str
+    result: torch.Tensor
+    record: Callable[[], None]
+    parts: tuple[Any, ...]
+
+
 class Recorder:
     """Appends launches to ``program``. ``shared_bytes``: shared memory that one block may use."""
 
@@ -40,6 +51,7 @@ class Recorder:
         self.program = program
         self.shared_bytes = shared_bytes
         self._round_inputs = inputs
+        self._waiting: _PutOff | None = None
         self._scratch: dict[str, torch.Tensor] = {}
         self.inputs = _Inputs(inputs.ids.data_ptr(), inputs.position.data_ptr(), inputs.accepted.data_ptr())
         program.kept += [inputs.ids, inputs.position, inputs.accepted]
@@ -67,6 +79,34 @@ class Recorder:
     def pointer(address: int | None) -> Address:
         """An address as an argument of a launch."""
         return Address(address or 0)
+
+    def launch(self, kernel: str, grid: tuple[int, ...], block: int, *arguments: Argument, shared: int = 0) -> None:
+        """Appends a launch, after what was put off."""
+        self.settle()
+        self.program.launch(kernel, grid, block, *arguments, shared=shared)
+
+    def put_off(self, kind: str, result: torch.Tensor, record: Callable[[], None], *parts: Any) -> torch.Tensor:
+        """Leaves an operation to the one that reads its result, which may do it in its own launch (``take``). Any other
+        launch of this object comes after ``record``. Only results that no launch of others reads are put off."""
+        self.settle()
+        self._waiting = _PutOff(kind, result, record, parts)
+        return result
+
+    def take(self, kind: str, result: torch.Tensor) -> tuple[Any, ...] | None:
+        """The parts of the operation that was put off, if ``result`` is its whole result: the caller does it then."""
+        waiting = self._waiting
+        if waiting is None or waiting.kind != kind or waiting.result.data_ptr() != result.data_ptr():
+            return None
+        if waiting.result.numel() != result.numel():
+            return None
+        self._waiting = None
+        return waiting.parts
+
+    def settle(self) -> None:
+        """Records what was put off."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.record()
 
     def rows_of(self, x: torch.Tensor) -> int:
         rows = int(x.shape[0])

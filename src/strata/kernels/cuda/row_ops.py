@@ -5,6 +5,9 @@ A part of ``CudaOps`` (ops.py), apart to keep files short. It must not know mode
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+
 import torch
 
 from strata.errors import EngineError
@@ -15,7 +18,27 @@ __all__ = ["RowOps"]
 THREADS = 256
 NARROW = 1024  # columns up to which a warp takes a row of a norm
 MOST_EXPERTS = 64 * 32
+MOST_PARTS = 4  # of one norm_rope
+WIDEST_HEAD = 256
 ARGMAX_COLUMNS = 4096  # of a part
+
+
+class _Heads(ctypes.Structure):
+    """``Heads`` of pointwise.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "weight", "y")),
+        *((name, ctypes.c_int) for name in ("heads", "head_pitch", "row_pitch", "first")),
+    )
+
+
+class _AllHeads(ctypes.Structure):
+    _fields_ = (
+        ("of", _Heads * MOST_PARTS),
+        *((name, ctypes.c_int) for name in ("count", "heads", "width", "half")),
+        ("eps", ctypes.c_float),
+        ("plus", ctypes.c_float),
+    )
 
 
 class RowOps(Recorder):
@@ -27,7 +50,7 @@ class RowOps(Recorder):
         y = self.empty(*x.shape)
         rows = x.numel() // columns
         blocks = blocks_of(rows, THREADS // 32) if columns <= NARROW else rows
-        self.program.launch("pointwise.rms_norm", (blocks,), THREADS, x, weight, eps, float(plus_one), rows, columns, y)
+        self.launch("pointwise.rms_norm", (blocks,), THREADS, x, weight, eps, float(plus_one), rows, columns, y)
         return y
 
     def rope(self, x_TND: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
@@ -37,20 +60,50 @@ class RowOps(Recorder):
         if 2 * half > width:
             raise EngineError(f"rope of {2 * half} columns in heads of {width}")
         y_TND = self.empty(rows, heads, width)
-        self.program.launch(
+        self.launch(
             "pointwise.rope", (self.stride_blocks(x_TND.numel(), THREADS),), THREADS,
             x_TND, cos_TR, sin_TR, rows, heads, width, half, y_TND,
         )  # fmt: skip
         return y_TND
+
+    def norm_rope(
+        self,
+        heads: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        eps: float,
+        cos_TR: torch.Tensor,
+        sin_TR: torch.Tensor,
+        *,
+        plus_one: bool,
+    ) -> list[torch.Tensor]:
+        """One launch for up to 4 parts of at most 256 columns a head."""
+        rows, (_, half), width = self.rows_of(cos_TR), cos_TR.shape, int(heads[0][0].shape[2])
+        if len(heads) > MOST_PARTS or width > WIDEST_HEAD or 2 * half > width:
+            raise EngineError(
+                f"norm_rope of {len(heads)} parts with heads of {width} columns, {2 * half} of them rotated"
+            )
+        agree("norm_rope tables", cos_TR.shape, sin_TR.shape)
+        all_of = _AllHeads(count=len(heads), width=width, half=half, eps=eps, plus=float(plus_one))
+        outputs, first = [], 0
+        for place, (x_TND, weight_D) in enumerate(heads):
+            agree("norm_rope shapes", (x_TND.shape[0], x_TND.shape[2], weight_D.numel()), (rows, width, width))
+            agree("norm_rope columns lie together", x_TND.stride(2), 1)
+            outputs.append(self.empty(rows, x_TND.shape[1], width))
+            self.program.kept.append(x_TND)
+            all_of.of[place] = _Heads(
+                x=x_TND.data_ptr(), weight=self.address(weight_D), y=self.address(outputs[-1]), heads=x_TND.shape[1],
+                head_pitch=x_TND.stride(1), row_pitch=x_TND.stride(0), first=first,
+            )  # fmt: skip
+            first += x_TND.shape[1]
+        all_of.heads = first
+        self.launch("pointwise.norm_rope", (blocks_of(first, 4), rows), 128, all_of, cos_TR, sin_TR)
+        return outputs
 
     def router(self, logits_TE: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         rows, experts = logits_TE.shape
         if not 1 <= top_k <= experts <= MOST_EXPERTS:
             raise EngineError(f"top {top_k} of {experts} experts, at most {MOST_EXPERTS} are routed")
         ids_TK, weights_TK = self.empty(rows, top_k, dtype=torch.int32), self.empty(rows, top_k)
-        self.program.launch(
-            "pointwise.router", (rows,), 32, logits_TE, experts, top_k, int(renormalise), ids_TK, weights_TK
-        )
+        self.launch("pointwise.router", (rows,), 32, logits_TE, experts, top_k, int(renormalise), ids_TK, weights_TK)
         return ids_TK, weights_TK
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -63,18 +116,12 @@ class RowOps(Recorder):
         return self._pairwise(2, x, y)
 
     def add_gated(self, y_TH: torch.Tensor, gate_T1: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
-        agree("add_gated shapes", y_TH.shape, x_TH.shape)
-        return self._scale(gate_T1, x_TH, y_TH)
-
-    def split_heads(self, x_TX: torch.Tensor, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = x_TX.shape[0]
-        agree("split_heads width", x_TX.shape[1], 2 * heads * width)
-        first_TND, second_TX = self.empty(rows, heads, width), self.empty(rows, heads * width)
-        self.program.launch(
-            "pointwise.split_heads", (self.stride_blocks(x_TX.numel(), THREADS),), THREADS,
-            x_TX, x_TX.numel(), width, first_TND, second_TX,
-        )  # fmt: skip
-        return first_TND, second_TX
+        """Put off: ``hyper_add`` takes it into its own launch."""
+        agree("add_gated shapes", (y_TH.shape, tuple(gate_T1.shape)), (x_TH.shape, (*x_TH.shape[:-1], 1)))
+        sum_TH = self.empty(*x_TH.shape)
+        return self.put_off(
+            "add_gated", sum_TH, lambda: self.scaled_sum(y_TH, gate_T1, x_TH, sum_TH), y_TH, gate_T1, x_TH
+        )
 
     def argmax(self, logits_TV: torch.Tensor) -> list[int]:
         """Raises ``EngineError``: a recorded operation has no value yet. ``argmax_rows`` is its recorded form."""
@@ -86,22 +133,28 @@ class RowOps(Recorder):
         parts = blocks_of(columns, ARGMAX_COLUMNS)
         largest = self.scratch("argmax", rows, parts, dtype=torch.int64)
         ids_T = self.empty(rows, dtype=torch.int32)
-        self.program.launch("pointwise.argmax_parts", (parts, rows), THREADS, logits_TV, columns, largest)
-        self.program.launch("pointwise.argmax_rows", (rows,), THREADS, largest, parts, ids_T)
+        self.launch("pointwise.argmax_parts", (parts, rows), THREADS, logits_TV, columns, largest)
+        self.launch("pointwise.argmax_rows", (rows,), THREADS, largest, parts, ids_T)
         return ids_T
 
     def _pairwise(self, kind: int, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         agree("shapes of a pair", left.shape, right.shape)
         y = self.empty(*left.shape)
         blocks = self.stride_blocks(left.numel(), THREADS)
-        self.program.launch("pointwise.pairwise", (blocks,), THREADS, left, right, kind, left.numel(), y)
+        self.launch("pointwise.pairwise", (blocks,), THREADS, left, right, kind, left.numel(), y)
         return y
 
-    def _scale(self, gate: torch.Tensor, x: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+    def scaled_sum(self, y_TH: torch.Tensor, gate_T1: torch.Tensor, x_TH: torch.Tensor, sum_TH: torch.Tensor) -> None:
+        """The launch of ``add_gated``."""
+        self._scale(gate_T1, x_TH, y_TH, sum_TH)
+
+    def _scale(
+        self, gate: torch.Tensor, x: torch.Tensor, base: torch.Tensor | None, y: torch.Tensor | None = None
+    ) -> torch.Tensor:
         columns = int(x.shape[-1])
         agree("gates of rows", tuple(gate.shape), (*x.shape[:-1], 1))
-        y = self.empty(*x.shape)
-        self.program.launch(
+        y = self.empty(*x.shape) if y is None else y
+        self.launch(
             "pointwise.sigmoid_scale", (self.stride_blocks(x.numel(), THREADS),), THREADS,
             gate, x, self.pointer(self.address(base)), x.numel() // columns, columns, y,
         )  # fmt: skip

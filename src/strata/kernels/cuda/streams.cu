@@ -8,8 +8,15 @@
 using namespace strata;
 using namespace strata::rows;
 
+// The add that comes before a mix, in the same launch: x + c (y + sigmoid(gate) more). `out` null: none is to be done.
+struct Added {
+    float* out;                          // T x S x H, what the mix then reads
+    const float *c, *y, *gate, *more;    // T x S, T x H, T or null, T x H
+};
+
 struct Mixer {
     const float *x, *norm;  // T x S x H, S x H
+    Added added;
     Matrix down, inject;    // F x SH, S x SH (rows 0: none)
     Matrix up;              // SH x F
     float *shares, *inverses;  // T x S x (F + S): each stream's part of down and inject; T x S
@@ -19,14 +26,25 @@ struct Mixer {
     int unused;
 };
 
+__device__ __forceinline__ float add_to(float x, float c, float y) { return fused(c, y, x); }
+
 // Columns of stream s, times 1 + norm, into shared memory; the inverse root mean square of each row to `inverses`.
 template <int T>
 __device__ void stage_stream(const Mixer& m, int s, int padded, float* x, float* inverses, float* room) {
     for (int t = 0; t < T; ++t) {
-        const float* row = m.x + (static_cast<long long>(min(t, m.rows - 1)) * m.streams + s) * m.columns;
+        const int from = min(t, m.rows - 1);
+        const long long at = (static_cast<long long>(from) * m.streams + s) * m.columns;
+        const float c = m.added.out == nullptr ? 0.0f : m.added.c[from * m.streams + s];
+        const float gate = m.added.gate == nullptr ? 0.0f : sigmoid(m.added.gate[from]);
         float sum = 0.0f;
         for (int i = threadIdx.x; i < padded; i += blockDim.x) {
-            const float value = i < m.columns ? row[i] : 0.0f;
+            float value = i < m.columns ? m.x[at + i] : 0.0f;
+            if (m.added.out != nullptr && i < m.columns) {
+                float y = m.added.y[from * m.columns + i];
+                if (m.added.gate != nullptr) y = y + gate * m.added.more[from * m.columns + i];
+                value = add_to(value, c, y);
+                if (blockIdx.x == 0) m.added.out[at + i] = value;
+            }
             sum = fused(value, value, sum);
             x[t * padded + place(i >> 2) * 4 + (i & 3)] =
                 i < m.columns ? value * (1.0f + m.norm[s * m.columns + i]) : 0.0f;
@@ -147,7 +165,8 @@ __device__ void mix_up(const Mixer& m, int padded, float* d) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int s = min(first + i, m.streams - 1);
-                const float n = m.x[(static_cast<long long>(own_t) * m.streams + s) * m.columns + own_h] *
+                const float* x = m.added.out == nullptr ? m.x : m.added.out;
+                const float n = x[(static_cast<long long>(own_t) * m.streams + s) * m.columns + own_h] *
                                 m.inverses[own_t * m.streams + s] * (1.0f + m.norm[s * m.columns + own_h]);
                 if (first + i < m.streams) u = fused(sigmoid(mine[i]), n, u);
             }
@@ -180,7 +199,7 @@ extern "C" __global__ void hyper_add(const float* x, const float* c, const float
     const int total = rows * streams * columns;
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < total; i += gridDim.x * blockDim.x) {
         const int row = i / columns;
-        out[i] = fused(c[row], y[static_cast<long long>(row / streams) * columns + i % columns], x[i]);
+        out[i] = add_to(x[i], c[row], y[static_cast<long long>(row / streams) * columns + i % columns]);
     }
 }
 
