@@ -168,7 +168,8 @@ def test_every_operation_of_the_protocol_is_there_with_its_signature() -> None:
     assert len(names) > 20
     for name in names:
         wanted, found = inspect.signature(getattr(Ops, name)), inspect.signature(getattr(CpuOps, name))
-        assert list(wanted.parameters.values()) == list(found.parameters.values()), name
+        # Without self, which a composed operation declares as what it needs.
+        assert list(wanted.parameters.values())[1:] == list(found.parameters.values())[1:], name
 
 
 def test_shapes_that_do_not_agree_are_refused() -> None:
