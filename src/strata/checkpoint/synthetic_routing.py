@@ -61,8 +61,8 @@ def check_routing(name: str) -> Routing:
 
 
 def num_topics(vocabulary: int) -> int:
-    """Token ``id`` has topic ``id % num_topics``."""
-    return max(1, min(MOST_TOPICS, vocabulary // 16))
+    """Token ``id`` has topic ``id % num_topics``; a topic has enough tokens that one hardly follows itself."""
+    return max(1, min(MOST_TOPICS, vocabulary // 64))
 
 
 @cache

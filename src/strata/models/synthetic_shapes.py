@@ -32,7 +32,7 @@ _TINY: dict[str, Any] = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 64,
     "vocab_size": 4096,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 262144,
 }
 _TINY_HYPER: dict[str, Any] = {
     "ple_layer_ids": [2],
