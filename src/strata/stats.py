@@ -7,9 +7,12 @@ server's metrics, ``strata verify``, benchmarks) reads the same one. Knows no ro
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import statistics as numbers
+from collections.abc import Mapping, Sequence
 
-__all__ = ["difference", "flatten"]
+__all__ = ["difference", "flatten", "steady_mean"]
+
+STALL = 3.0  # times the median: a pass that took longer stood still, because the system gave its processor away
 
 
 def flatten(statistics: object, prefix: str = "") -> dict[str, int | float]:
@@ -33,6 +36,15 @@ def flatten(statistics: object, prefix: str = "") -> dict[str, int | float]:
     for name, value in items:
         found |= flatten(value, f"{prefix}.{name}" if prefix else name)
     return found
+
+
+def steady_mean(seconds: Sequence[float]) -> float:
+    """Mean of the passes that did not stand still: what one of many takes, however their times are spread.
+
+    A median leaves out that half of the passes are slower; a plain mean doubles when the system is busy for a moment.
+    """
+    limit = STALL * numbers.median(seconds)
+    return numbers.fmean(one for one in seconds if one <= limit)
 
 
 def difference(after: object, before: object) -> dict[str, int | float]:

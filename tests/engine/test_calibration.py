@@ -20,8 +20,8 @@ from tests.engine.test_forecast import BANDWIDTHS, FREE, KERNELS, RATES
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_rates, "WORKING_SET", 8 << 20)
-    monkeypatch.setattr(kernel_rates, "PASSES", 2)
-    monkeypatch.setattr(kernel_rates, "SECONDS", 0.0)
+    monkeypatch.setattr(kernel_rates, "SWEEPS", 1)
+    monkeypatch.setattr(kernel_rates, "LOOK_S", 0.0)
     monkeypatch.setattr(layer_costs, "ROUNDS", 2)
     monkeypatch.setattr(layer_costs, "SLICES", 1)
     monkeypatch.setattr(layer_costs, "PROMPT_ROWS", 96)

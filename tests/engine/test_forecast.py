@@ -20,7 +20,7 @@ from strata.memory.planner import GIB, ResolvedPlan
 from strata.memory.probe import Machine
 
 FLAT = {1: 1e9, 64: 1e9}
-BANDWIDTHS = Bandwidths(1e9, 1e9, 1e9, 1e9, 1e9, 1e9)
+BANDWIDTHS = Bandwidths(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9)
 KERNELS = KernelRates({"nvfp4": {1: FLAT}}, {"q8_0": {1: FLAT}, "bf16": {1: FLAT}, "f32": {1: FLAT}}, {1: FLAT})
 FREE = LayerCosts(0, 0, 0, 0, 0, 0)
 RATES = Rates(BANDWIDTHS, KERNELS, {"qwen3_moe": FREE})
@@ -69,14 +69,16 @@ def test_costs_of_a_layer_are_added_layer_by_layer() -> None:
 
 def test_what_only_the_drive_holds_is_waited_for() -> None:
     """RAM holds 3 GiB of 15.19; the drive reads while the rest is computed."""
-    found = expect(ram_gib=10, resident_budget_gib=3.0)
+    slow = dataclasses.replace(BANDWIDTHS, drive_pieces=0.2e9)
+    found = expect(dataclasses.replace(RATES, bandwidths=slow), ram_gib=10, resident_budget_gib=3.0)
     share = 1 - 3 * GIB // 2_654_208 / 6144
     cached = min(1.0, (10 * GIB - planned(10, resident_budget_gib=3.0)[1].ram_bytes) / (share * 6144 * 2_654_208))
     drive = 0.0 if planned(10, resident_budget_gib=3.0)[1].direct_reads is False else share
-    reading = 48 * 8 * 2_654_208 / 1e9
+    reading = 48 * 8 * 2_654_208 / 0.2e9
     assert drive == pytest.approx(share)
     assert cached < 0.25
-    overlap = found.decode_parts["experts"] * (1 - share)
+    later = 1 - 4 / (8 * share)  # all but the first four reads of a layer arrive while others are computed
+    overlap = found.decode_parts["experts"] * (1 - share + share * later)
     assert found.decode_parts["experts from the file"] == pytest.approx(reading * share - overlap)
 
 
@@ -90,8 +92,16 @@ def test_a_mapped_file_is_as_fast_as_its_small_pages() -> None:
 
 def test_a_simulated_card_moves_what_it_does_not_hold() -> None:
     found = expect(vram_gib=6.0, expert_cache=1000, adapt_every=0)
-    moved = 6144 - 1000
+    lent = 2 * 128  # a ring of two layers' experts, borrowed: their own experts are moved as well, and back afterwards
+    moved = 6144 - 1000 + lent
     assert found.prompt_parts["moving experts"] == pytest.approx(moved * 2_654_208 / 1e9, rel=1e-6)
+    assert found.refill_seconds == pytest.approx(lent * 2_654_208 / 1e9)
+    seconds = 10 / found.decode_rate + found.refill_seconds
+    assert found.decode_rate_over(10) == pytest.approx(10 / seconds)
+    assert "once after a prompt" in "\n".join(found.lines())
+    reserved = expect(vram_gib=8.0, expert_cache=1000, adapt_every=0, prefill_borrow=False)
+    assert reserved.prompt_parts["moving experts"] == pytest.approx((6144 - 1000) * 2_654_208 / 1e9, rel=1e-6)
+    assert reserved.refill_seconds == expect().refill_seconds == 0
     assert found.decode_parts["experts"] == expect().decode_parts["experts"]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from strata.engine.layer_costs import measure_layers
@@ -45,6 +46,7 @@ def measure_rates(requested: Requested) -> Rates:
     home = find_home()
     folder = home.make(home.calibration)
     threads = pool.configure(_threads(requested))
+    began = time.perf_counter()
     try:
         rates = _measure(subject, requested, threads)
     except (MemoryError, OSError) as error:
@@ -55,7 +57,8 @@ def measure_rates(requested: Requested) -> Rates:
         kernels = dataclasses.replace(rates.kernels, experts=experts)
         rates = dataclasses.replace(rates, kernels=kernels, layers={**known.layers, **rates.layers})
     path = write_rates(folder, _key(threads), rates)
-    logger.info("measured this machine; kept as STRATA_HOME/calibration/%s", path.name)
+    seconds = time.perf_counter() - began
+    logger.info("measured this machine in %.1f s; kept as STRATA_HOME/calibration/%s", seconds, path.name)
     return rates
 
 
@@ -64,7 +67,7 @@ def _measure(subject: PlanSubject, requested: Requested, threads: int) -> Rates:
     costs = measure_layers(family, requested.threads)
     pool.configure(threads)
     kernels = measure_kernels(subject.expert_format)
-    bandwidths = measure_bandwidths(find_home().calibration, num_threads=threads)
+    bandwidths = measure_bandwidths(find_home().calibration, num_threads=threads, sample=subject.expert_file)
     return Rates(bandwidths, kernels, {family: costs})
 
 

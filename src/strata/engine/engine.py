@@ -379,14 +379,17 @@ class Engine:
             runtime=self._runtime.statistics(),
         )
 
-    def measure(self, ids: Sequence[int], tokens: int) -> dict[str, float]:
-        """Milliseconds of a fresh prompt and of ``tokens`` greedy tokens after it, end tokens ignored."""
+    def measure(self, ids: Sequence[int], tokens: int, *, given: Sequence[int] | None = None) -> dict[str, float]:
+        """Milliseconds of a fresh prompt and of ``tokens`` greedy tokens after it, end tokens ignored.
+
+        ``given`` tokens take the place of greedy ones: a random model repeats itself, and so do its picks.
+        """
         session = Session(self._runtime)
         began = time.perf_counter()
         logits_V = session.read_prompt(ids)
         read = time.perf_counter()
-        for _ in range(tokens):
-            token = int(logits_V.numpy().argmax())
+        for at in range(tokens):
+            token = int(logits_V.numpy().argmax()) if given is None else given[at]
             logits_V = session.round([token])[0]
             session.commit(1, decoded=True)
         done = time.perf_counter()

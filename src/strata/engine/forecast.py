@@ -34,13 +34,17 @@ class Places:
     memory: float
     cached: float
     drive: float
-    ring: float  # of those in memory: what a prompt must move into the ring first
+    ring: float  # of all: what a prompt must move into the ring first, lent slots' own experts included
+    lent: int  # slots that a prompt borrows and that are filled again after it
     mapped: bool
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Tokens a second; ``decode_parts`` in seconds a token, ``prompt_parts`` in seconds of the whole prompt."""
+    """Tokens a second; ``decode_parts`` in seconds a token, ``prompt_parts`` in seconds of the whole prompt.
+
+    ``refill_seconds``: once after a prompt, in its first round, for the slots that it borrowed.
+    """
 
     prompt_tokens: int
     context_tokens: int
@@ -48,13 +52,21 @@ class Forecast:
     decode_rate: float
     prompt_parts: Mapping[str, float]
     decode_parts: Mapping[str, float]
+    refill_seconds: float = 0.0
+
+    def decode_rate_over(self, tokens: int) -> float:
+        """Tokens a second of the first so many after a prompt."""
+        return tokens / (tokens / self.decode_rate + self.refill_seconds)
 
     def lines(self) -> list[str]:
         prompt = f"prompt {self.prompt_rate:.3g} tok/s ({self.prompt_tokens:,} tokens)"
         decode = f"decode {self.decode_rate:.3g} tok/s after {self.context_tokens:,} tokens"
+        refill = (
+            f"; once after a prompt {1e3 * self.refill_seconds:.3g} for borrowed slots" if self.refill_seconds else ""
+        )
         return [
             f"expected speed: {prompt}, {decode}, were all experts picked alike",
-            f"  ms a token: {_in_ms(self.decode_parts, 1)}",
+            f"  ms a token: {_in_ms(self.decode_parts, 1)}{refill}",
             f"  ms a prompt token: {_in_ms(self.prompt_parts, self.prompt_tokens)}",
         ]
 
@@ -66,6 +78,7 @@ class Forecast:
             "context_tokens": self.context_tokens,
             "decode_tokens_per_second": self.decode_rate,
             "decode_seconds": dict(self.decode_parts),
+            "refill_seconds": self.refill_seconds,
         }
 
 
@@ -87,7 +100,8 @@ def forecast(
     chunks = [arithmetic.chunk(first, min(plan.request.chunk_rows, tokens - first))
               for first in range(0, tokens, plan.request.chunk_rows)]  # fmt: skip
     prompt = {name: sum(chunk[name] for chunk in chunks) for name in chunks[0]}
-    return Forecast(tokens, tokens, tokens / sum(prompt.values()), 1 / sum(decode.values()), prompt, decode)
+    refill = places.lent * arithmetic.a_load if tokens > WINDOW_ROWS else 0.0
+    return Forecast(tokens, tokens, tokens / sum(prompt.values()), 1 / sum(decode.values()), prompt, decode, refill)
 
 
 def covers(rates: Rates, subject: PlanSubject) -> bool:
@@ -104,8 +118,9 @@ def find_places(plan: ResolvedPlan) -> Places:
     outside = max(0, total - min(total, in_ram))
     room = max(0, plan.request.ram_bytes - plan.ram_bytes)
     cached = 0.0 if plan.direct_reads else min(1.0, room / (outside * plan.stride)) if outside else 0.0
-    ring = 0.0 if plan.ring_slots == 0 else 1 - plan.num_slots / total
-    return Places(1 - outside / total, outside / total * cached, outside / total * (1 - cached), ring,
+    lent = min(plan.ring_slots, plan.num_slots) if plan.ring_borrowed else 0
+    ring = 0.0 if plan.ring_slots == 0 else 1 - (plan.num_slots - lent) / total
+    return Places(1 - outside / total, outside / total * cached, outside / total * (1 - cached), ring, lent,
                   plan.mode == "mapped")  # fmt: skip
 
 
@@ -162,17 +177,23 @@ class _Arithmetic:
         experts = layers * picked * self._expert(rows * shape.top_k / picked)
         vectors = layers * VECTOR_PASSES * 4 * shape.hidden * rows / memory.memory_read
         a_row = self.costs.a_row + shape.top_k * self.costs.a_pick
-        # The copying threads share the processors with those that compute, so that their times add up.
-        a_load = shape.blob_bytes / memory.memory_copy + self.costs.a_load
         through_ring = rows > WINDOW_ROWS and self.places.ring > 0
         return {
             "dense": sum(self._product(matrix, rows) for matrix in self.subject.matrices),
             "experts": experts,
             "experts from the file": self._waiting(picked, experts),
-            "moving experts": layers * picked * self.places.ring * a_load if through_ring else 0.0,
+            "moving experts": layers * picked * self.places.ring * self.a_load if through_ring else 0.0,
             "attention and state": self._mixing(first + rows // 2, rows),
             "launches": layers * (self.costs.a_round + rows * a_row) + vectors,
         }
+
+    @property
+    def a_load(self) -> float:
+        """Seconds to move one expert into a slot: a device made of RAM copies in the thread that asks for it, and what
+        is not page-locked is staged first. Who copies does not compute, so that times add up."""
+        memory, blob = self.rates.bandwidths, self.plan.shape.blob_bytes
+        staged = blob / memory.memory_copy if self.plan.request.pin.rule == "none" else 0.0
+        return blob / memory.single_copy + staged + self.costs.a_load
 
     def _expert(self, rows: float) -> float:
         """Seconds of one expert with so many rows. One row is bound by memory, which small pages of a mapped file slow
@@ -188,7 +209,8 @@ class _Arithmetic:
         """Seconds that all layers wait for files, when each picked so many experts and they compute so long in all.
 
         Reads from the page cache are copies by threads, each of which takes one expert at a time: a layer waits for as
-        many turns as the busiest thread has. The drive is one, whoever asks. Meanwhile what lies in memory is computed.
+        many turns as the busiest thread has. The drive is one, whoever asks. Meanwhile what lies in memory is computed,
+        beside copies only by the processors that do not copy.
         """
         memory, places, layers = self.rates.bandwidths, self.places, self.subject.config.num_layers
         blob = self.plan.shape.blob_bytes
@@ -197,10 +219,15 @@ class _Arithmetic:
         if places.mapped:  # the processor stands still while a page is fetched
             return layers * reading
         lanes = max(1, min(self.plan.stager.num_threads, STAGER_THREADS, self.plan.request.num_cpus))
-        reading += turns(round(picked), places.cached, lanes) * lanes * blob / from_cache
+        copying = turns(round(picked), places.cached, lanes) * lanes * blob / from_cache
+        idle = 1 - lanes / max(1, self.plan.request.num_cpus)
+        # Of what the drive brings, all but the first turn of readers arrives while earlier experts are computed.
+        later = max(0.0, 1 - self.plan.stager.num_threads / max(1.0, picked * places.drive))
+        beside = computing * places.memory + min(computing * places.drive, layers * reading) * later
+        hidden = min(beside, layers * (reading + idle * copying))
         outside = places.cached + places.drive
         started = picked * outside * self.costs.a_read + (1 - math.pow(1 - outside, picked)) * self.costs.a_fetch
-        return max(0.0, layers * reading - computing * places.memory) + layers * started
+        return layers * (reading + copying + started) - hidden
 
     def _mixing(self, positions: int, rows: int) -> float:
         """Seconds of attention and recurrent states for ``rows`` rows with so many positions before them."""

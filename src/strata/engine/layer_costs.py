@@ -26,6 +26,7 @@ from strata.engine.session import Session
 from strata.models import find
 from strata.models.known_shapes import PROBE_SHAPES
 from strata.option_values import Auto, Prefill
+from strata.stats import steady_mean
 from strata.text.byte_tokenizer import byte_tokenizer
 from strata.text.tokenizer_files import tokenizer_files
 
@@ -104,7 +105,7 @@ def _costs(looks: dict[str, _Looks], layers: int, top_k: int) -> LayerCosts:
 
 
 def _play(runtime: Runtime) -> tuple[float, float]:
-    """(seconds of a prompt, median seconds of a round)."""
+    """(seconds of a prompt, mean seconds of a round)."""
     session = Session(runtime)
     ids = [(7 * at) % 251 for at in range(PROMPT_ROWS)]
     prompt = 0.0
@@ -119,7 +120,7 @@ def _play(runtime: Runtime) -> tuple[float, float]:
         session.round([at])
         session.commit(1, decoded=True)
         seconds.append(time.perf_counter() - began)
-    return prompt, statistics.median(seconds)
+    return prompt, steady_mean(seconds)
 
 
 @contextmanager

@@ -45,7 +45,10 @@ class DenseMatrix:
 
 @dataclass(frozen=True)
 class PlanSubject:
-    """``source`` says what the numbers come from; all but 'pack' are those of a pack in default formats."""
+    """``source`` says what the numbers come from; all but 'pack' are those of a pack in default formats.
+
+    ``expert_file``: a file of experts, where there is one.
+    """
 
     name: str
     source: Source
@@ -53,6 +56,7 @@ class PlanSubject:
     shape: ModelShape
     layout: ExpertLayout
     matrices: tuple[DenseMatrix, ...]
+    expert_file: Path | None = None
 
     @property
     def expert_format(self) -> ExpertFormat:
@@ -124,7 +128,8 @@ def _of_pack(path: Path, kv: KvFormat, source: Source) -> PlanSubject:
         formats = {name: record.format for name, record in reader.manifest.dense.items() if record.kind == "matrix"}
         name = reader.folder.resolve().name
         shape = reader_shape(name, config, reader, kv)
-        return PlanSubject(name, source, config, shape, reader.layout, _matrices(family, config, formats))
+        file = reader.expert_location(reader.expert_layers[0], 0).path
+        return PlanSubject(name, source, config, shape, reader.layout, _matrices(family, config, formats), file)
 
 
 def _matrices(family: Family, config: FamilyConfig, formats: Mapping[str, str]) -> tuple[DenseMatrix, ...]:

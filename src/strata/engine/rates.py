@@ -20,7 +20,7 @@ from strata.memory.bandwidth import Bandwidths
 
 __all__ = ["LayerCosts", "Rates", "RatesKey", "read_rates", "write_rates"]
 
-LAYOUT = 5  # of the file; rises whenever what is measured changes, so that old numbers are not taken for new ones
+LAYOUT = 6  # of the file; rises whenever what is measured changes, so that old numbers are not taken for new ones
 
 
 @dataclass(frozen=True)

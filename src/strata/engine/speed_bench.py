@@ -16,15 +16,17 @@ from strata.engine.calibration import kept_rates, measure_rates
 from strata.engine.engine import Engine
 from strata.engine.forecast import Forecast, covers, forecast
 from strata.engine.models import open_model
-from strata.engine.plan_subject import find_subject
+from strata.engine.plan_subject import PlanSubject, find_subject
 from strata.engine.runtime import Runtime, kv_format
 from strata.errors import ConfigError
 from strata.kernels.bench import machine
 
 if TYPE_CHECKING:
     from strata.config import Requested
+    from strata.engine.rates import Rates
+    from strata.memory.planner import ResolvedPlan
 
-__all__ = ["SpeedBench", "bench_speed"]
+__all__ = ["Measured", "SpeedBench", "bench_speed", "measure_speed"]
 
 Kind = Literal["decode", "prompt"]
 
@@ -45,6 +47,16 @@ class SpeedBench:
         return [found, f"predicted: {self.predicted:.4g} tok/s; {ratios}", *self.expected.lines()[1:]]
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Rates in tok/s of each run, what was predicted, and the plan that was in force."""
+
+    prompt: tuple[float, ...]
+    decode: tuple[float, ...]
+    expected: Forecast
+    plan: ResolvedPlan
+
+
 def bench_speed(
     requested: Requested, kind: Kind, *, prompt: int, tokens: int, runs: int, measure: bool, command: str
 ) -> tuple[SpeedBench, Record]:
@@ -56,6 +68,42 @@ def bench_speed(
     rates = None if measure else kept_rates(requested)
     if rates is None or not covers(rates, subject):
         rates = measure_rates(requested)
+    found = measure_speed(requested, subject, rates, prompt=prompt, tokens=tokens, runs=runs)
+    expected, plan = found.expected, found.plan
+    predicted = expected.decode_rate_over(tokens) if kind == "decode" else expected.prompt_rate
+    speeds = found.decode if kind == "decode" else found.prompt
+    bench = SpeedBench(kind, speeds, predicted, expected)
+    name = "decode_plain" if kind == "decode" else f"prompt_{expected.prompt_tokens}"
+    figures = {
+        name: measured(speeds, "tok/s", predicted),
+        f"{name}_predicted": measured([predicted], "tok/s"),
+        f"{name}_over_predicted": measured([speed / predicted for speed in speeds], "ratio"),
+    }
+    details = {
+        "model": subject.name,
+        "ram_mode": plan.mode,
+        "slots": plan.num_slots,
+        "experts_in_ram": plan.num_ram_experts,
+        "prompt_tokens": expected.prompt_tokens,
+        "decode_tokens": tokens,
+    }
+    return bench, Record(command, machine() | details, figures)
+
+
+def measure_speed(
+    requested: Requested,
+    subject: PlanSubject,
+    rates: Rates,
+    *,
+    prompt: int,
+    tokens: int,
+    runs: int,
+    greedy: bool = True,
+) -> Measured:
+    """Loads the model and runs it; the forecast is that of the plan that loading made. The rates cover the model.
+
+    Without ``greedy`` the decoded tokens are random ones, whose experts are picked about alike, as a forecast takes it.
+    """
     opened = open_model(requested.model)
     try:
         engine = Engine(opened, requested, runtime := Runtime.open(opened, requested))
@@ -67,28 +115,17 @@ def bench_speed(
         if room < 1:
             raise ConfigError(f"--decode {tokens}: the context holds {engine.max_context:,}", "give a smaller --decode")
         length = min(prompt, room)
-        found = [engine.measure(_fresh_prompt(run, length, runtime.vocabulary), tokens) for run in range(runs)]
+        found = []
+        for run in range(runs):
+            given = None if greedy else _fresh_prompt(runs + run, tokens, runtime.vocabulary)
+            found.append(engine.measure(_fresh_prompt(run, length, runtime.vocabulary), tokens, given=given))
         expected = forecast(subject, runtime.plan, rates, prompt_tokens=length)
         plan = runtime.plan
     assert expected is not None, "the rates cover the model"
-    predicted = expected.decode_rate if kind == "decode" else expected.prompt_rate
-    speeds = tuple(1e3 * one[f"{kind}_n"] / one[f"{kind}_ms"] for one in found)
-    bench = SpeedBench(kind, speeds, predicted, expected)
-    name = "decode_plain" if kind == "decode" else f"prompt_{length}"
-    figures = {
-        name: measured(speeds, "tok/s", predicted),
-        f"{name}_predicted": measured([predicted], "tok/s"),
-        f"{name}_over_predicted": measured([speed / predicted for speed in speeds], "ratio"),
-    }
-    details = {
-        "model": opened.reader.folder.name,
-        "ram_mode": plan.mode,
-        "slots": plan.num_slots,
-        "experts_in_ram": plan.num_ram_experts,
-        "prompt_tokens": length,
-        "decode_tokens": tokens,
-    }
-    return bench, Record(command, machine() | details, figures)
+    read, decoded = (
+        tuple(1e3 * one[f"{kind}_n"] / one[f"{kind}_ms"] for one in found) for kind in ("prompt", "decode")
+    )
+    return Measured(read, decoded, expected, plan)
 
 
 def _fresh_prompt(run: int, length: int, vocabulary: int) -> list[int]:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,10 +66,15 @@ class HostStatistics:
 
 
 def _anonymous(nbytes: int) -> mmap.mmap:
-    """Zeroed RAM of this process alone."""
+    """Zeroed RAM of this process alone. In huge pages, where there are such: a drive that fills a buffer of scattered
+    small ones took 240 ms for a round of reads that took 145."""
     if sys.platform == "win32":
         return mmap.mmap(-1, nbytes)
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            region.madvise(mmap.MADV_HUGEPAGE)
+    return region
 
 
 class HostBuffer:
