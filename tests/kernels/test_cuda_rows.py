@@ -35,6 +35,23 @@ def test_wide_norms_and_their_rows() -> None:
     same_rows(lambda ops, rows: ops.rms_norm(heads[rows], weight[:64], 1e-6), 8)
 
 
+@pytest.mark.parametrize("columns", [70, 1300])
+def test_a_sum_is_done_in_the_norm_that_reads_it(columns: int) -> None:
+    """One launch with the bits of two; the sum itself is there too."""
+    x, y, weight = noise(5, columns), noise(5, columns, seed=1), noise(columns)
+
+    def record(ops: CudaOps, r: slice = slice(0, 5), *, apart: bool = False) -> list[torch.Tensor]:
+        total = ops.add(x[r], y[r])
+        if apart:
+            ops.settle()
+        return [ops.rms_norm(total, weight, 1e-6), total]
+
+    together, apart = run(record), run(lambda ops: record(ops, apart=True))
+    assert all(equal(a, b) for a, b in zip(together, apart, strict=True))
+    assert torch.equal(together[1], x + y)
+    same_rows(record, 5)
+
+
 @pytest.mark.parametrize(("width", "half"), [(16, 8), (16, 3), (9, 4)])
 def test_rope(width: int, half: int) -> None:
     x, angle = noise(5, 3, width), noise(5, half)

@@ -7,8 +7,9 @@ using namespace strata;
 using namespace strata::rows;
 
 // x * rsqrt(mean(x^2) + eps) * (weight, or 1 + weight) of `count` rows. Up to 1024 columns a warp a row, else a block.
-extern "C" __global__ void rms_norm(const float* x, const float* weight, float eps, float plus, int count, int columns,
-                                    float* y) {
+// With `more` (or null) the rows are x + more, which is written to `sum_out` as well.
+extern "C" __global__ void rms_norm(const float* x, const float* more, float* sum_out, const float* weight, float eps,
+                                    float plus, int count, int columns, float* y) {
     __shared__ float room[32];
     device::wait_for_previous();
     const bool is_narrow = columns <= 1024;
@@ -16,11 +17,18 @@ extern "C" __global__ void rms_norm(const float* x, const float* weight, float e
     const long long row = is_narrow ? blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5) : blockIdx.x;
     const long long at = min(row, static_cast<long long>(count) - 1) * columns;
     float sum = 0.0f;
-    for (int i = first; i < columns; i += threads) sum = fused(x[at + i], x[at + i], sum);
+    for (int i = first; i < columns; i += threads) {
+        const float value = more == nullptr ? x[at + i] : x[at + i] + more[at + i];
+        if (more != nullptr && row < count) sum_out[at + i] = value;
+        sum = fused(value, value, sum);
+    }
     sum = is_narrow ? warp_sum(sum) : block_sum(sum, room);
     const float inverse = 1.0f / sqrtf(sum / static_cast<float>(columns) + eps);
     if (row < count)
-        for (int i = first; i < columns; i += threads) y[at + i] = x[at + i] * inverse * (plus + weight[i]);
+        for (int i = first; i < columns; i += threads) {
+            const float value = more == nullptr ? x[at + i] : x[at + i] + more[at + i];
+            y[at + i] = value * inverse * (plus + weight[i]);
+        }
 }
 
 // Column d of a head whose halves [0, half) and [half, 2 half) are rotated.

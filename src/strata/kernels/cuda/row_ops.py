@@ -45,12 +45,18 @@ class RowOps(Recorder):
     """See ``strata.kernels.ops.Ops``, whose methods these are."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
+        """A sum that was put off is done in the same launch."""
         columns = int(x.shape[-1])
         agree("rms_norm width", weight.numel(), columns)
         y = self.empty(*x.shape)
         rows = x.numel() // columns
         blocks = blocks_of(rows, THREADS // 32) if columns <= NARROW else rows
-        self.launch("pointwise.rms_norm", (blocks,), THREADS, x, weight, eps, float(plus_one), rows, columns, y)
+        added = self.take("add", x)
+        first, more = (x, None) if added is None else added
+        self.launch(
+            "pointwise.rms_norm", (blocks,), THREADS, first, self.pointer(self.address(more)), x, weight, eps,
+            float(plus_one), rows, columns, y,
+        )  # fmt: skip
         return y
 
     def rope(self, x_TND: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
@@ -113,7 +119,10 @@ class RowOps(Recorder):
         return self._pairwise(1, gate, x) if gate.shape == x.shape else self._scale(gate, x, None)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self._pairwise(2, x, y)
+        """Put off: ``rms_norm`` of its result takes it into its own launch."""
+        agree("shapes of a pair", x.shape, y.shape)
+        sum_xy = self.empty(*x.shape)
+        return self.put_off("add", sum_xy, lambda: self._pair(2, x, y, sum_xy), x, y)
 
     def add_gated(self, y_TH: torch.Tensor, gate_T1: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
         """Put off: ``hyper_add`` takes it into its own launch."""
@@ -140,9 +149,12 @@ class RowOps(Recorder):
     def _pairwise(self, kind: int, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         agree("shapes of a pair", left.shape, right.shape)
         y = self.empty(*left.shape)
+        self._pair(kind, left, right, y)
+        return y
+
+    def _pair(self, kind: int, left: torch.Tensor, right: torch.Tensor, y: torch.Tensor) -> None:
         blocks = self.stride_blocks(left.numel(), THREADS)
         self.launch("pointwise.pairwise", (blocks,), THREADS, left, right, kind, left.numel(), y)
-        return y
 
     def scaled_sum(self, y_TH: torch.Tensor, gate_T1: torch.Tensor, x_TH: torch.Tensor, sum_TH: torch.Tensor) -> None:
         """The launch of ``add_gated``."""
