@@ -48,7 +48,8 @@ class DeviceDispatch:
         self._store = store
         self._version = -1
         self.tables = ExpertTables.on(device, torch.from_numpy(source.scales), pcie_fraction, balance=pcie_balance)
-        in_file = store.base_tier is Tier.FILE
+        nowhere = (store.slots.slot_of < 0) & (store.host_address == 0)  # swaps keep these where they are
+        in_file = store.base_tier is Tier.FILE and bool(nowhere.any())
         checksums = source.checksums() if store.base_tier is Tier.MAPPED or in_file else None
         # Bytes in RAM were compared when they were read; a mapped file's are compared at their first use.
         self._checked = np.ones(len(store.host_tier), np.uint8)

@@ -178,7 +178,7 @@ class ExpertSystem:
         most_picks: int,
     ) -> DeviceDispatch:
         """Rounds run on a card from now on, and the dispatcher is not used; ``mail`` as ``DeviceDispatch`` says."""
-        reserve = self._file_buffers() if self.store.base_tier is Tier.FILE else (0, 0)
+        reserve = self._file_buffers() if self.plan.mode == "budget" else (0, 0)
         self._device = DeviceDispatch(
             self.store,
             self._source,
