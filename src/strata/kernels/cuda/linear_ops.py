@@ -14,7 +14,7 @@ import torch
 
 from strata.errors import EngineError
 from strata.kernels.cuda.program import MAX_WINDOW
-from strata.kernels.cuda.recorder import Recorder, agree
+from strata.kernels.cuda.recorder import Recorder, agree, blocks_of
 from strata.kernels.ops import Matrix
 
 __all__ = ["FORMATS", "LinearOps", "NativeMatrix", "template_rows"]
@@ -24,7 +24,7 @@ MOST_MATRICES = 8
 ROWS_OF_WARP = {1: 2, 2: 2, 4: 4, 8: 4}  # R of linear.cu's kernels, by T
 THREADS = 256
 STEP_COLUMNS = 512  # columns of whole steps in every format
-MOST_BLOCKS = 4  # of a multiprocessor
+RESIDENT_BLOCKS = {1: 2, 2: 2, 4: 1, 8: 1}  # that a multiprocessor has registers for, by T
 _SOURCES = {"plain": 0, "silu": 1, "sigmoid": 2, "norm sigmoid": 3, "norm silu": 4}  # Source of linear.cu
 
 
@@ -168,8 +168,10 @@ class LinearOps(Recorder):
             all_of.of[place] = native
             groups += -(-weight.rows // of_warp)
         all_of.groups = groups
+        resident = self.program.multiprocessors * RESIDENT_BLOCKS[template]
         self.launch(
-            f"linear.linears_{template}", (self._blocks(groups),), THREADS, self._native(a), all_of,
+            f"linear.linears_{template}", (min(blocks_of(groups, THREADS // 32), resident),), THREADS,
+            self._native(a), all_of,
             shared=4 * chunk * template,
         )  # fmt: skip
 
@@ -184,10 +186,3 @@ class LinearOps(Recorder):
             width=1 if a.weight is None else a.weight.numel(), eps=a.eps,
             by_fours=int(all(size % 4 == 0 for size in (*layout, a.x_RI.data_ptr() // 4))),
         )  # fmt: skip
-
-    def _blocks(self, groups: int) -> int:
-        """Blocks so that the busiest multiprocessor has the least to do; no bit depends on it."""
-        processors, warps = self.program.multiprocessors, THREADS // 32
-        share = -(-groups // processors)
-        best = min(range(1, MOST_BLOCKS + 1), key=lambda blocks: (-(-share // (blocks * warps)) * blocks, -blocks))
-        return min(-(-groups // warps), processors * best)
