@@ -20,11 +20,12 @@ from strata.engine.ready_probe import probe_ready
 from strata.engine.routing_counts import count_routing
 from strata.engine.runtime import Runtime
 from strata.engine.session import Session
-from strata.engine.synthetic_bench import SyntheticCase, find_arms, results_name
+from strata.engine.synthetic_bench import SyntheticCase, check_room, find_arms, results_name
 from strata.engine.synthetic_model import open_synthetic
 from strata.engine.synthetic_text import token_list
 from strata.engine.timeline import Timeline
 from strata.errors import ConfigError
+from tests.engine.emulated_device import EmulatedDevice
 
 OPTIONS = ["--device", "cpu", "--threads", "1", "--ram-gib", "4", "--log-level", "error"]
 SMALL = ["--decode", "24", "--learn", "128", "--runs", "2", "--expert-cache", "24"]
@@ -257,3 +258,32 @@ def test_experts_outside_ram_are_computed_anew() -> None:
     model.close()
     assert misses > 0
     assert (found[0] == found[1]).all()
+
+
+def test_a_card_counts_the_same_picks_at_a_made_up_position() -> None:
+    model = open_synthetic("tiny-hyper", 2)
+    device = EmulatedDevice()
+    found = []
+    for options in ({}, {"device": device}):
+        runtime = Runtime.open(model, requested(max_context=512, expert_cache=20, vram_reserve_mib=0), **options)
+        if runtime.rounds is not None:
+            runtime.rounds.limit_ms = 60_000
+        session = Session(runtime)
+        session.pretend(100)
+        picks = []
+        for token in token_list(runtime.vocabulary, 3, "measured"):
+            before = runtime.count_picks()
+            session.round([token])
+            session.commit(1, decoded=True)
+            picks.append(runtime.count_picks() - before)
+        assert [one.sum(1).tolist() for one in picks] == [[4, 4]] * 3
+        found.append(np.stack(picks))
+        assert (runtime.num_launches > 0) == ("device" in options)
+        runtime.close()
+    assert np.array_equal(found[0], found[1])
+    runtime = Runtime.open(model, requested(max_context=512, expert_cache=8, resident_budget_gib=0.0005), device=device)
+    with pytest.raises(ConfigError, match="neither in VRAM nor in RAM"):
+        check_room(find_arms(["skewed"])[0], 8, runtime)
+    runtime.close()
+    model.close()
+    device.close()

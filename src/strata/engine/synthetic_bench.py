@@ -45,6 +45,7 @@ __all__ = [
     "Arm",
     "ArmResult",
     "SyntheticCase",
+    "check_room",
     "find_arms",
     "profile_decode",
     "results_name",
@@ -139,7 +140,7 @@ def run_decode_arm(case: SyntheticCase, arm: Arm, requested: Requested, report: 
         learn_profile(model, requested, case.learn, report)
         runtime = Runtime.open(model, requested)
         try:
-            check_context(arm, case.tokens, runtime)
+            check_room(arm, case.tokens, runtime)
             return _Measuring(case, arm, requested, model, runtime, began, report).run()
         finally:
             runtime.close()
@@ -147,11 +148,18 @@ def run_decode_arm(case: SyntheticCase, arm: Arm, requested: Requested, report: 
         model.close()
 
 
-def check_context(arm: Arm, tokens: int, runtime: Runtime) -> None:
+def check_room(arm: Arm, tokens: int, runtime: Runtime) -> None:
     if max(arm.contexts) > K and runtime.max_context < max(arm.contexts) + tokens:
         raise ConfigError(
             f"arm {arm.name} decodes at {max(arm.contexts):,} positions, the context holds {runtime.max_context:,}",
             f"give --max-context {max(arm.contexts) + max(tokens, K)}",
+        )
+    held = runtime.statistics().experts
+    missing = runtime.plan.shape.total_experts - held.experts_in_vram - held.experts_in_ram
+    if runtime.rounds is not None and missing > 0:
+        raise ConfigError(
+            f"{missing:,} experts are neither in VRAM nor in RAM, and a computed model has no file to read them from",
+            "raise --ram-gib or --vram-gib, or leave --resident-budget-gib out",
         )
     if runtime.max_context <= tokens:
         raise ConfigError(f"--decode {tokens}: the context holds {runtime.max_context:,}", "give a smaller --decode")

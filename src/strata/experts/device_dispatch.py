@@ -55,7 +55,8 @@ class DeviceDispatch:
         self._checked = np.ones(len(store.host_tier), np.uint8)
         if checksums is not None and store.base_tier is Tier.MAPPED:
             self._checked[store.host_tier == Tier.MAPPED] = 0
-        ram = RamTables(store.host_address, store.host_tier, source.scales, self._checked, checksums)
+        checked = None if checksums is None else self._checked
+        ram = RamTables(store.host_address, store.host_tier, source.scales, checked, checksums)
         file = None
         if in_file and buffers[1]:
             file = FileTables(*source.file_tables(), *buffers, store.slots.stride)

@@ -137,9 +137,12 @@ class ExpertSource:
         return np.array(found, np.uint64)
 
     def file_tables(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """(descriptor, offset) of every expert, flat, for native reads; descriptors are valid until ``close``."""
+        """(descriptor, offset) of every expert, flat, for native reads; descriptors are valid until ``close``.
+
+        -1 for one that is computed: it cannot be read in a round on a card.
+        """
         places = [self._place(*divmod(n, self.num_experts)) for n in range(self.num_layers * self.num_experts)]
-        descriptors = [self._open(place.path, direct=False) for place in places]
+        descriptors = [-1 if place.recipe else self._open(place.path, direct=False) for place in places]
         return np.array(descriptors, np.int32), np.array([place.offset for place in places], np.int64)
 
     def close(self) -> None:
