@@ -10,7 +10,6 @@ Legend: T rows, W rows of the widest window, U tail rows, C channels.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,8 @@ from functools import partial
 import torch
 
 from strata.errors import RequestError
-from strata.kernels.cuda.program import MAX_WINDOW, Program, RoundInputs
+from strata.kernels.cuda.copies import floats_at, record_copies, record_copy_from
+from strata.kernels.cuda.program import MAX_WINDOW, Address, Program, RoundInputs
 from strata.kernels.cuda.rotary import RecordedRotary
 from strata.kernels.ops import DeltaRows
 from strata.kvcache.attention_cache import AttentionCache, IndexCache
@@ -28,36 +28,11 @@ from strata.kvcache.sequence_state import SequenceState
 
 __all__ = ["DeviceState", "RecordedState"]
 
-_COPY_THREADS = 256
-_COPY_BLOCKS = 16
+_TAIL_THREADS = 256
 
 
 TakePinned = Callable[[int], tuple[int, int]]
 """From bytes to (host address, device address) of page-locked memory."""
-
-
-class _Copy(ctypes.Structure):
-    _fields_ = (
-        ("source", ctypes.c_uint64),
-        ("target", ctypes.c_uint64),
-        ("count", ctypes.c_int),
-        ("unused", ctypes.c_int),
-    )
-
-
-class _Copies(ctypes.Structure):
-    _fields_ = (("each", _Copy * 6),)
-
-
-def _record_copies(program: Program, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """One launch that copies each FP32 tensor to the front of its target."""
-    copies = _Copies()
-    for copy, (source, target) in zip(copies.each, pairs, strict=False):
-        assert source.is_contiguous(), "copies are of whole arrays"
-        assert source.numel() <= target.numel(), "a target has room for the widest window"
-        copy.source, copy.target, copy.count = source.data_ptr(), target.data_ptr(), source.numel()
-        program.kept += [source, target]
-    program.launch("state.copy_arrays", (_COPY_BLOCKS, len(pairs)), _COPY_THREADS, copies)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,19 +75,14 @@ class _NgramRows:
     def __init__(self, gather: GatherRows, width: int, device: torch.device, take_pinned: TakePinned) -> None:
         self.gather = gather
         address, self._alias = take_pinned(MAX_WINDOW * width * 4)
-        raw = (ctypes.c_float * (MAX_WINDOW * width)).from_address(address)
-        self._host_WD = torch.frombuffer(raw, dtype=torch.float32).view(MAX_WINDOW, width)
+        self._host_WD = floats_at(address, MAX_WINDOW, width)
         self.device_WD = torch.zeros(MAX_WINDOW, width, device=device)
 
     def write(self, rows_TD: torch.Tensor) -> None:
         self._host_WD[: rows_TD.shape[0]] = rows_TD
 
     def record(self, program: Program, rows: int) -> torch.Tensor:
-        copies, width = _Copies(), self.device_WD.shape[1]
-        copy = copies.each[0]
-        copy.source, copy.target, copy.count = self._alias, self.device_WD.data_ptr(), rows * width
-        program.kept.append(self.device_WD)
-        program.launch("state.copy_arrays", (_COPY_BLOCKS, 1), _COPY_THREADS, copies)
+        record_copy_from(program, Address(self._alias), self.device_WD[:rows])
         return self.device_WD[:rows]
 
 
@@ -147,7 +117,7 @@ class DeviceState:
         if self._tail_table is not None:
             widest = max(tail.rows_UC.shape[1] for tail in self._tails)
             program.launch(
-                "state.commit_tails", (-(-widest // _COPY_THREADS), len(self._tails)), _COPY_THREADS,
+                "state.commit_tails", (-(-widest // _TAIL_THREADS), len(self._tails)), _TAIL_THREADS,
                 self._tail_table, self._inputs.accepted,
             )  # fmt: skip
         state = self._state
@@ -298,7 +268,7 @@ class _RecordedTail:
         self._program, self._tail = program, tail
 
     def record(self, x_TC: torch.Tensor, *, certain: bool) -> None:
-        _record_copies(self._program, [(x_TC, self._tail.recorded_WC)])
+        record_copies(self._program, [(x_TC, self._tail.recorded_WC)])
 
 
 class _RecordedDelta:
@@ -312,7 +282,7 @@ class _RecordedDelta:
 
     def record(self, qkv_TC: torch.Tensor, rows: DeltaRows, *, written: bool) -> None:
         pending = self._delta.pending
-        _record_copies(
+        record_copies(
             self._program,
             [
                 (qkv_TC, self._delta.tail.recorded_WC),
