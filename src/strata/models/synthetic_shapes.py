@@ -53,7 +53,7 @@ SYNTHETIC_SHAPES: dict[str, dict[str, Any]] = {
 
 # What a block adds to the residual stream has this share of its size: after 48 layers of two blocks it is still mostly
 # the token's embedding, whose parts decide what a router picks.
-_RESIDUAL_GAIN = 1 / 32
+_RESIDUAL_GAIN = 1 / 64
 _RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "ple.value_proj.weight", "ple.conv1d.weight")
 # A mixer's gates stay near their middle, so that it reads the mean of the streams and injects once what a block says.
 _GATE_GAIN = 1 / 16
