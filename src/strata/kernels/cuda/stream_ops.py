@@ -19,6 +19,7 @@ __all__ = ["StreamOps"]
 
 THREADS = 256
 DOWN_THREADS, DOWN_ROWS = 128, 2  # rows of a warp in mix_down
+DOWN_ROOM = 256  # bytes that mix_down takes of shared memory for itself
 UP_COLUMNS = {1: 2, 2: 1, 4: 1, 8: 1}  # columns of a warp in mix_up, by T
 
 
@@ -71,7 +72,7 @@ class StreamOps(LinearOps, RowOps):
         if inject is not None:
             agree("hyper_mix inject", (inject.rows, inject.columns), (streams, streams * columns))
             c_TS = self.empty(rows, streams)
-        most = self.shared_bytes // (4 * _padded(columns))  # rows of activations that a block holds
+        most = (self.shared_bytes - DOWN_ROOM) // (4 * _padded(columns))  # rows of activations that a block holds
         at_once = next((size for size in (8, 4, 2) if size <= most), 1)
         added = self.take("hyper_add", x_TSH)
         for first in range(0, rows, at_once):
