@@ -6,6 +6,7 @@ arms of ``strata verify`` open several in a row over the same dense weights.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from contextlib import ExitStack
@@ -140,8 +141,11 @@ class Runtime:
         machine = probe(requested)
         with ExitStack() as owned:
             if device is None and (card := choose_card(requested, machine)) is not None:
-                device = open_device(requested, card)
-                owned.callback(device.close)
+                opened_card = open_device(requested, card)
+                owned.callback(opened_card.close)
+                gc.collect()  # tensors of a runtime that was closed may wait in a cycle
+                opened_card.trim()
+                device = opened_card
             plan = make_plan(opened, requested, machine, device)
             for line in plan.lines():
                 logger.debug(line)
@@ -220,6 +224,7 @@ class Runtime:
 
     def close(self) -> None:
         self._owned.close()
+        self.rounds = None  # with it go the tensors that it has on a card
 
     def new_sequence(self) -> TokenSequence:
         """An empty sequence. A card holds one: the one before is not alive any more."""
