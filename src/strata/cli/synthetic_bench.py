@@ -82,7 +82,7 @@ def _decode(case: SyntheticCase, words: SyntheticWords, requested: Requested) ->
         figures[_name(arm.figure, found.figure)] = found.figure
         if found.routing is not None:
             counts[arm.name] = {name: value for name, value in vars(found.routing).items() if value is not None}
-        record = _record(case, words, requested, figures, counts, on_card=found.on_card)
+        record = _record(case, words, requested, "decode", figures, counts, on_card=found.on_card)
     assert record is not None
     return record
 
@@ -108,7 +108,7 @@ def _ready(case: SyntheticCase, words: SyntheticWords, requested: Requested) -> 
         "ready_from": "weights computed in place, nothing read from a drive",
         "ready_filled_gb": round(filled, 2),
     }
-    return _record(case, words, requested, figures, details, on_card=runs[0].on_card)
+    return _record(case, words, requested, "ready", figures, details, on_card=runs[0].on_card)
 
 
 def _name(name: str, figure: Figure) -> str:
@@ -120,6 +120,7 @@ def _record(
     case: SyntheticCase,
     words: SyntheticWords,
     requested: Requested,
+    what: str,
     figures: Mapping[str, Figure],
     details: Mapping[str, object],
     *,
@@ -130,7 +131,7 @@ def _record(
     from strata.kernels.bench import machine
 
     layers = "" if words.layers is None else f" --layers {words.layers}"
-    command = f"strata bench --synthetic {words.shape}{layers}"
+    command = f"strata bench {what} --synthetic {words.shape}{layers}"
     facts = {"weights": f"computed from seed {words.seed}", "experts": words.experts, "tokens": words.tokens}
     record = Record(command, machine() | facts | dict(details), dict(figures))
     if words.out is not None:
