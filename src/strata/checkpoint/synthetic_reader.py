@@ -315,7 +315,7 @@ class _ComputedTable(TableFile):
         self._file = _nameless_file()
         for first in range(0, rows, ROWS_AT_ONCE):
             count = min(ROWS_AT_ONCE, rows - first)
-            part = memoryview(compute_rows(first, count, columns, self.row_bytes, key, _SIZE_ONE, _STEP)).cast("B")
+            part = compute_rows(first, count, columns, self.row_bytes, key, _SIZE_ONE, _STEP).data.cast("B")
             while part:
                 part = part[os.write(self._file, part) :]
 

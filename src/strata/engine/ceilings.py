@@ -25,7 +25,7 @@ GIGA = 1e9
 class Ceilings:
     """Bytes a second. Without a card ``vram``, ``link`` and ``launch_seconds`` are None: RAM is all there is.
 
-    ``together``: CPU and link reading RAM at once, at most what RAM gives to both.
+    ``both``: CPU and link reading RAM at once, measured so; None: taken as their sum.
     """
 
     ram: float
@@ -33,10 +33,11 @@ class Ceilings:
     link: float | None = None
     launch_seconds: float = 0.0
     num_launches: int = 0
+    both: float | None = None
 
     @property
     def together(self) -> float:
-        return self.ram + (self.link or 0.0)
+        return self.ram + (self.link or 0.0) if self.both is None else self.both
 
     def lines(self) -> list[str]:
         found = [f"RAM {self.ram / GIGA:.1f} GB/s (read by all threads)"]
@@ -44,6 +45,8 @@ class Ceilings:
             found.append(f"VRAM {self.vram / GIGA:,.0f} GB/s")
         if self.link is not None:
             found.append(f"link {self.link / GIGA:.1f} GB/s (page-locked, in pieces of an expert)")
+        if self.both is not None:
+            found.append(f"CPU and link at once {self.both / GIGA:.1f} GB/s")
         if self.num_launches:
             found.append(f"{self.num_launches:,} launches of {1e6 * self.launch_seconds:.2f} us")
         return ["measured: " + ", ".join(found)]
@@ -80,4 +83,5 @@ def measure_ceilings(runtime: Runtime) -> Ceilings:
     card = runtime.card_rates()
     if card is None:
         return Ceilings(ram)
-    return Ceilings(ram, card.vram, card.link, card.launch_seconds, runtime.num_launches)
+    both = runtime.measure_together(measure_memory_read)
+    return Ceilings(ram, card.vram, card.link, card.launch_seconds, runtime.num_launches, both)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -268,6 +269,14 @@ class Runtime:
         from strata.kernels.cuda.card_rates import measure_card
 
         return measure_card(self._device.machine, self._device.backend, self.num_launches)
+
+    def measure_together(self, read: Callable[[], float]) -> float | None:
+        """What ``read``, which measures the CPU's rate, and copies over a card's link give at once; bytes a second."""
+        if self._device is None:
+            return None
+        from strata.kernels.cuda.card_rates import measure_together
+
+        return measure_together(self._device.backend, read)
 
     def statistics(self) -> RuntimeStatistics:
         return RuntimeStatistics(self._ready_seconds, self._threads, self._system.statistics())

@@ -14,7 +14,6 @@ from strata.memory.system import system
 
 __all__ = ["FaultInjection"]
 
-# Bit 6 of a blob's first byte: a magnitude bit of the first weights in each of the formats.
 FLIPPED_BIT = 0x40
 
 
@@ -23,6 +22,7 @@ class FaultInjection:
     """What goes wrong, once each. ``happened`` lists what did; a fault that never happened proves nothing."""
 
     flip_bit_in: Tier | None = None  # of the first expert that is computed from this tier
+    flip_at: int = 0  # the byte of the blob: one whose change no rounding of an activation can hide
     drop_swap_copy: bool = False  # the first promoted expert's bytes never reach the spare slot
     reuse_buffer_early: bool = False  # a staging buffer is taken again before its last copy is complete
     happened: list[str] = field(default_factory=list)
@@ -32,8 +32,8 @@ class FaultInjection:
         if self.flip_bit_in is tier:
             self.flip_bit_in = None
             if tier is Tier.MAPPED:
-                system.make_writable(address, 1)
-            flip_bits(address, FLIPPED_BIT)
+                system.make_writable(address + self.flip_at, 1)
+            flip_bits(address + self.flip_at, FLIPPED_BIT)
             self.happened.append(f"one bit of an expert in {tier.name} was flipped")
 
     def drops_this_swap(self) -> bool:
