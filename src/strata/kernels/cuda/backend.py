@@ -7,8 +7,10 @@ what is charged for torch together, so a large card behaves as a small one. It m
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from strata.errors import MemoryPlanError
@@ -148,11 +150,18 @@ class CudaStream:
         assert nbytes > 0, "a copy of no bytes"
         context = self._backend.context
         context.use()
-        ask(context.driver.cuMemcpyAsync(destination, source, nbytes, self._stream), f"copying {nbytes} bytes")
+        for at, count in self._backend.pieces(destination, source, nbytes):
+            answer = context.driver.cuMemcpyAsync(destination + at, source + at, count, self._stream)
+            ask(answer, f"copying {count} bytes")
         self._backend.count_copies(1, nbytes)
 
     def copy_batch(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Enqueues (destination, source, bytes) triples in one call; they may run in any order among themselves."""
+        copies = [
+            (destination + at, source + at, count)
+            for destination, source, nbytes in copies
+            for at, count in self._backend.pieces(destination, source, nbytes)
+        ]
         if len(copies) < 2:
             for copy in copies:
                 self.copy(*copy)
@@ -208,6 +217,7 @@ class CudaBackend:
         self._device_bytes = self._charged_bytes = self._peak_bytes = self._pinned_bytes = 0
         self._num_registrations = self._num_refusals = self._num_copies = self._copied_bytes = 0
         self._torch_bytes: Callable[[], tuple[int, int]] | None = None  # (now, at most) while torch has a share
+        self._borders: list[int] = []  # of registered ranges, sorted; a border of two neighbours is there twice
         self._streams: list[CudaStream] = []
         self._events: list[Any] = []
         self._is_open = True
@@ -298,6 +308,18 @@ class CudaBackend:
 
         return CudaBuffer(address, nbytes, release), CudaRegistration(address, nbytes, alias, lambda: None)
 
+    def pieces(self, destination: int, source: int, nbytes: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of the parts of a copy: the driver refuses one that goes over the border of two registered
+        ranges, though they are neighbours."""
+        cuts = {0, nbytes}
+        for address in (destination, source):
+            for border in self._borders[bisect_right(self._borders, address) :]:
+                if border >= address + nbytes:
+                    break
+                cuts.add(border - address)
+        ordered = sorted(cuts)
+        return [(first, last - first) for first, last in pairwise(ordered)]
+
     def register(self, address: int, nbytes: int) -> CudaRegistration:
         assert nbytes > 0, "a registration of zero bytes"
         assert address % ALIGNMENT == 0, "registration works on whole pages"
@@ -314,8 +336,15 @@ class CudaBackend:
             driver.cuMemHostUnregister(address)
             raise
         self._count_pinned(nbytes)
+        borders = (address, address + nbytes)
+        with self._lock:
+            for border in borders:
+                insort(self._borders, border)
 
         def release() -> None:
+            with self._lock:
+                for border in borders:
+                    self._borders.remove(border)
             self.context.use()
             ask(driver.cuMemHostUnregister(address), f"unlocking {nbytes} bytes")
             self._count_pinned(-nbytes)

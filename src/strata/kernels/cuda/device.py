@@ -26,6 +26,10 @@ __all__ = ["CapturedGraph", "CudaMachine", "Mark", "TimedLaunch", "pack_argument
 
 PLAIN_SHARED = 48 << 10  # bytes of dynamic shared memory that a block gets without asking
 EMPTY_GRAPH_RUNS = 20
+# Launches that may overlap (programmatic dependent launch): cards that can, and files whose kernels all wait by
+# themselves for what the launch before has written (``device.h``: wait_for_previous).
+OVERLAP_ARCHITECTURE = 90
+_OVERLAPPING = frozenset({"attention", "delta", "index", "linear", "pointwise", "streams"})
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ class CudaMachine:
         self._functions: dict[str, Any] = {}
         self._granted_shared: dict[str, int] = {}
         self.load_ms = 0.0
+        self.overlaps = context.card.architecture >= OVERLAP_ARCHITECTURE
         context.use()
         driver = context.driver
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
@@ -267,10 +272,29 @@ class CudaMachine:
 
     def _launch(self, launch: Launch) -> None:
         packed = pack_arguments(launch.arguments)
+        if self.overlaps and launch.kernel.partition(".")[0] in _OVERLAPPING:
+            self._launch_early(launch, packed)
+            return
         answer = self.context.driver.cuLaunchKernel(
             self._functions[launch.kernel], *launch.grid, launch.block, 1, 1, launch.shared, self._stream,
             packed.address, 0,
         )  # fmt: skip
+        ask(answer, f"launching {launch.kernel} with {launch.grid} blocks of {launch.block} threads")
+
+    def _launch_early(self, launch: Launch, packed: PackedArguments) -> None:
+        """A launch that may begin before the one before it has ended: it waits by itself for what that one wrote."""
+        driver = self.context.driver
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
+        config.sharedMemBytes = launch.shared
+        config.hStream = self._stream
+        config.attrs = [attribute]
+        config.numAttrs = 1
+        answer = driver.cuLaunchKernelEx(config, self._functions[launch.kernel], packed.address, 0)
         ask(answer, f"launching {launch.kernel} with {launch.grid} blocks of {launch.block} threads")
 
 

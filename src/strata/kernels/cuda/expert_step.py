@@ -20,7 +20,7 @@ from strata.quant.layout import ExpertLayout
 
 __all__ = ["ExpertStep", "ExpertTables", "RoundMemory"]
 
-_POST_THREADS = 256
+_POST_THREADS = 1024
 _COMBINE_THREADS = 256
 _TASK_BYTES = 32
 STATE_WORDS = 12  # RoundState of round.cu
@@ -127,7 +127,7 @@ class ExpertStep:
         self.exchanges += 1
         tables = self._tables
         program.launch(
-            "round.post", (self._rows + 1,), _POST_THREADS,
+            "round.post", (self._rows + 1,), max(256, min(_POST_THREADS, self._shape.wide * 64)),
             _PostShape(
                 layout.hidden, self._shape.wide * 64, self._rows, self._top_k, layer, exchange, self._num_experts,
                 int(tables.balance), tables.fraction,

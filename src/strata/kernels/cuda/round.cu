@@ -185,8 +185,9 @@ __device__ void split_picks(const PostShape& shape, const PostTables& tables, co
     }
 }
 
-// Quantises the rows, splits the picks, and posts the CPU's part if there is one. Grid (rows + 1), 256 threads.
-extern "C" __global__ void post(PostShape shape, PostTables tables, PostList list, PostMail mail, RoundState* state,
+// Quantises the rows, splits the picks, and posts the CPU's part if there is one. Grid (rows + 1), up to 1,024 threads,
+// at least as many as there are picks.
+extern "C" __global__ void __launch_bounds__(1024) post(PostShape shape, PostTables tables, PostList list, PostMail mail, RoundState* state,
                                 const float* x, const int* ids, signed char* codes, float* scales,
                                 unsigned char* flags) {
     __shared__ int kinds[kMostPicks];

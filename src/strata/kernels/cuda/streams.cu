@@ -28,6 +28,65 @@ struct Mixer {
 
 __device__ __forceinline__ float add_to(float x, float c, float y) { return fused(c, y, x); }
 
+// One row's columns of a stream, one at a time; this thread's sum of squares. `at`: where they lie in x and out.
+__device__ float stage_ones(const Mixer& m, int s, long long at, int from, float c, float gate, int padded, float* x) {
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < padded; i += blockDim.x) {
+        float value = i < m.columns ? m.x[at + i] : 0.0f;
+        if (m.added.out != nullptr && i < m.columns) {
+            float y = m.added.y[from * m.columns + i];
+            if (m.added.gate != nullptr) y = y + gate * m.added.more[from * m.columns + i];
+            value = add_to(value, c, y);
+            if (blockIdx.x == 0) m.added.out[at + i] = value;
+        }
+        sum = fused(value, value, sum);
+        x[place(i >> 2) * 4 + (i & 3)] = i < m.columns ? value * (1.0f + m.norm[s * m.columns + i]) : 0.0f;
+    }
+    return sum;
+}
+
+// The same four columns at a time, with all of a batch's reads under way before the first write: a write to `out` could
+// be to what is read next, for all that the compiler knows, and each read would be waited for by itself.
+__device__ float stage_fours(const Mixer& m, int s, long long at, int from, float c, float gate, int fours, float* x) {
+    constexpr int kBatch = 5;
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const auto* values = reinterpret_cast<const float4*>(m.x + at);
+    const auto* norms = reinterpret_cast<const float4*>(m.norm + static_cast<long long>(s) * m.columns);
+    const long long row = static_cast<long long>(from) * m.columns;
+    auto* room = reinterpret_cast<float4*>(x);
+    const int limit = m.columns / 4;
+    float sum = 0.0f;
+    for (int base = threadIdx.x; base < fours; base += kBatch * blockDim.x) {
+        float4 v[kBatch], n[kBatch], y[kBatch], more[kBatch];
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+            const int f = base + k * blockDim.x;
+            const bool inside = f < limit;
+            v[k] = inside ? values[f] : zero;
+            n[k] = inside ? norms[f] : zero;
+            y[k] = inside && m.added.out != nullptr ? reinterpret_cast<const float4*>(m.added.y + row)[f] : zero;
+            more[k] = inside && m.added.gate != nullptr ? reinterpret_cast<const float4*>(m.added.more + row)[f] : zero;
+        }
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+            const int f = base + k * blockDim.x;
+            if (m.added.out != nullptr) {
+                if (m.added.gate != nullptr)
+                    y[k] = make_float4(y[k].x + gate * more[k].x, y[k].y + gate * more[k].y, y[k].z + gate * more[k].z,
+                                       y[k].w + gate * more[k].w);
+                v[k] = make_float4(add_to(v[k].x, c, y[k].x), add_to(v[k].y, c, y[k].y), add_to(v[k].z, c, y[k].z),
+                                   add_to(v[k].w, c, y[k].w));
+                if (blockIdx.x == 0 && f < limit) reinterpret_cast<float4*>(m.added.out + at)[f] = v[k];
+            }
+            sum = fused(v[k].w, v[k].w, fused(v[k].z, v[k].z, fused(v[k].y, v[k].y, fused(v[k].x, v[k].x, sum))));
+            if (f < fours)
+                room[place(f)] = make_float4(v[k].x * (1.0f + n[k].x), v[k].y * (1.0f + n[k].y),
+                                             v[k].z * (1.0f + n[k].z), v[k].w * (1.0f + n[k].w));
+        }
+    }
+    return sum;
+}
+
 // Columns of stream s, times 1 + norm, into shared memory; the inverse root mean square of each row to `inverses`.
 template <int T>
 __device__ void stage_stream(const Mixer& m, int s, int padded, float* x, float* inverses, float* room) {
@@ -36,19 +95,8 @@ __device__ void stage_stream(const Mixer& m, int s, int padded, float* x, float*
         const long long at = (static_cast<long long>(from) * m.streams + s) * m.columns;
         const float c = m.added.out == nullptr ? 0.0f : m.added.c[from * m.streams + s];
         const float gate = m.added.gate == nullptr ? 0.0f : sigmoid(m.added.gate[from]);
-        float sum = 0.0f;
-        for (int i = threadIdx.x; i < padded; i += blockDim.x) {
-            float value = i < m.columns ? m.x[at + i] : 0.0f;
-            if (m.added.out != nullptr && i < m.columns) {
-                float y = m.added.y[from * m.columns + i];
-                if (m.added.gate != nullptr) y = y + gate * m.added.more[from * m.columns + i];
-                value = add_to(value, c, y);
-                if (blockIdx.x == 0) m.added.out[at + i] = value;
-            }
-            sum = fused(value, value, sum);
-            x[t * padded + place(i >> 2) * 4 + (i & 3)] =
-                i < m.columns ? value * (1.0f + m.norm[s * m.columns + i]) : 0.0f;
-        }
+        float sum = m.columns % 4 == 0 ? stage_fours(m, s, at, from, c, gate, padded / 4, x + t * padded)
+                                       : stage_ones(m, s, at, from, c, gate, padded, x + t * padded);
         sum = block_sum(sum, room + (t & 1) * 32);
         inverses[t] = 1.0f / sqrtf(sum / static_cast<float>(m.columns) + m.eps);
     }
@@ -145,6 +193,14 @@ __device__ void mix_up(const Mixer& m, int padded, float* d) {
                 __syncthreads();
                 is_staged = true;
             }
+            float n[4];  // read before the products, not after them
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int s = min(first + i, m.streams - 1);
+                const float* x = m.added.out == nullptr ? m.x : m.added.out;
+                n[i] = x[(static_cast<long long>(own_t) * m.streams + s) * m.columns + own_h] *
+                       m.inverses[own_t * m.streams + s] * (1.0f + m.norm[s * m.columns + own_h]);
+            }
             for (int start = 0; start < end; start += kAhead * kStep) {
                 if (start > 0) batch.load(m.up, lines, 0, limit, start, end, lane);
 #pragma unroll
@@ -163,13 +219,8 @@ __device__ void mix_up(const Mixer& m, int padded, float* d) {
                     if (lane == r / 4 * T + t) mine[r % 4] = total;
                 }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int s = min(first + i, m.streams - 1);
-                const float* x = m.added.out == nullptr ? m.x : m.added.out;
-                const float n = x[(static_cast<long long>(own_t) * m.streams + s) * m.columns + own_h] *
-                                m.inverses[own_t * m.streams + s] * (1.0f + m.norm[s * m.columns + own_h]);
-                if (first + i < m.streams) u = fused(sigmoid(mine[i]), n, u);
-            }
+            for (int i = 0; i < 4; ++i)
+                if (first + i < m.streams) u = fused(sigmoid(mine[i]), n[i], u);
         }
         const int column = h + lane / T, t = lane % T;
         if (lane < kColumns * T && column < m.columns && t < m.rows && base + warp < groups)
