@@ -43,21 +43,22 @@ def transcript(runtime: Runtime, ids: list[int], rounds: int = 6) -> torch.Tenso
 
 
 def test_a_card_gives_the_cpus_logits_within_rounding(packs: dict[str, Path]) -> None:
-    ids = prompt(37)
-    with load(packs["default"], kv=32) as engine:
-        expected = transcript(engine._runtime, ids)
-    with device_runtime(packs["default"], kv=32, expert_cache=5) as runtime:
-        found = transcript(runtime, ids)
+    """On FP32 dense weights: 8-bit ones take 16-bit activations on the CPU (decision 0071) and FP32 ones on a card."""
+    ids = prompt(7)
+    with load(packs["exact"], kv=32) as engine:
+        expected = transcript(engine._runtime, ids, 3)
+    with device_runtime(packs["exact"], kv=32, expert_cache=5) as runtime:
+        found = transcript(runtime, ids, 3)
     errors = torch.tensor([worst(found[t], expected[t]) for t in range(len(found))])
     assert float(errors.median()) < 1e-4
     assert float(errors.max()) < 5e-2
 
 
 def test_every_placement_gives_the_same_bits(packs: dict[str, Path]) -> None:
-    ids, found = prompt(21, seed=1), {}
+    ids, found = prompt(3, seed=1), {}
     for name, options in PLACEMENTS.items():
         with device_runtime(packs["default"], **options) as runtime:
-            found[name] = transcript(runtime, ids)
+            found[name] = transcript(runtime, ids, 3)
             counted = runtime.statistics().experts
             moved = {
                 "all in VRAM": counted.misses == 0,
@@ -76,7 +77,7 @@ def test_every_placement_gives_the_same_bits(packs: dict[str, Path]) -> None:
 
 
 def test_windows_prompts_and_rejected_rows_are_the_same_bits(packs: dict[str, Path]) -> None:
-    ids = prompt(30, seed=2)
+    ids = prompt(14, seed=2)
     with device_runtime(packs["default"], expert_cache=5) as runtime:
         session = Session(runtime)
         rows = []
@@ -86,7 +87,7 @@ def test_windows_prompts_and_rejected_rows_are_the_same_bits(packs: dict[str, Pa
         expected = torch.stack(rows)
         assert torch.equal(Session(runtime).read_prompt(ids), expected[-1])
         session, at = Session(runtime), 0
-        for size, accepted in ((3, 3), (8, 2), (5, 5), (1, 1), (8, 8), (4, 0), (7, 6), (5, 5)):
+        for size, accepted in ((3, 3), (8, 2), (1, 1), (4, 0), (4, 4), (4, 4)):
             logits = session.round(ids[at : at + size])
             assert torch.equal(logits, expected[at : at + size])
             session.commit(accepted)
@@ -95,7 +96,7 @@ def test_windows_prompts_and_rejected_rows_are_the_same_bits(packs: dict[str, Pa
 
 
 def test_the_order_of_blocks_and_threads_decides_nothing(packs: dict[str, Path]) -> None:
-    ids, found = prompt(11, seed=3), []
+    ids, found = prompt(2, seed=3), []
     for backward in (False, True):
         with device_runtime(packs["default"], EmulatedDevice(backward=backward), expert_cache=5) as runtime:
             found.append(transcript(runtime, ids, 2))
@@ -104,21 +105,21 @@ def test_the_order_of_blocks_and_threads_decides_nothing(packs: dict[str, Path])
 
 @pytest.mark.parametrize("kind", ["sleep", "die", "abort"])
 def test_a_round_that_is_given_up_is_repeated_from_the_same_state(packs: dict[str, Path], kind: str) -> None:
-    ids = prompt(12, seed=4)
+    ids = prompt(2, seed=4)
     with device_runtime(packs["default"], expert_cache=0) as runtime:
         rounds = runtime.rounds
         assert rounds is not None
         expected = transcript(runtime, ids, 1)
         layers = len(runtime.model._blocks)  # type: ignore[attr-defined]
-        for exchange in (1, max(1, layers // 2), layers):
+        for exchange in (1, max(1, layers // 2), layers) if kind == "abort" else (layers,):
             session = Session(runtime)
             logits = session.read_prompt(ids)
             token = int(logits.argmax())
-            rounds.limit_ms = 300
-            rounds.dispatch.conductor.plan_fault(kind, exchange, 700)  # type: ignore[arg-type]
+            rounds.limit_ms = 4_000  # more than an emulated round takes on a busy machine
+            rounds.dispatch.conductor.plan_fault(kind, exchange, 9_000)  # type: ignore[arg-type]
             with pytest.raises(RoundGivenUp):
                 session.round([token])
-            rounds.limit_ms = 20_000
+            rounds.limit_ms = 60_000
             assert torch.equal(session.round([token])[0], expected[1])
             session.commit(1)
 
