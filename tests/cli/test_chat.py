@@ -364,7 +364,9 @@ def test_on_a_terminal(terminal: Terminal, session_home: Path) -> None:
     pressed = time.monotonic()
     terminal.wait_for("(stopped)\r\n> ")
     assert time.monotonic() - pressed < 2
-    terminal.type("half a message\x03")
+    terminal.type("half a message")
+    terminal.wait_for("half a message")  # the line editor has the keyboard now
+    terminal.type("\x03")
     terminal.wait_for("(Ctrl-D or /exit ends)\r\n> ")
     path = session_home / "kept.json"
     terminal.type(f"/save {path}\r")
