@@ -41,7 +41,9 @@ class Subject:
     """An open pack. ``close`` once, or ``with``."""
 
     def __init__(self, pack: Path, context: int = 4096) -> None:
-        requested = resolve_here(arguments={"model": str(pack), "max_context": context, "log_level": "warning"})
+        requested = resolve_here(
+            arguments={"model": str(pack), "device": "cpu", "max_context": context, "log_level": "warning"}
+        )
         self.opened: OpenModel = open_model(str(pack))
         self.runtime = Runtime.open(self.opened, requested)
         self.model: Any = self.runtime.model

@@ -7,7 +7,7 @@ It moves no expert: a hit rate is a property of picks and policy, not of a machi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,7 +113,8 @@ def bench_cache(
     """
     model = open_model(requested.model)
     try:
-        runtime = Runtime.open(model, requested)
+        # Picks are recorded where every layer's can be looked at: on the CPU, whatever computes otherwise.
+        runtime = Runtime.open(model, replace(requested, device="cpu"))
         try:
             trace = record_trace(runtime, _cut(model, text, tokens, runtime.max_context))
         finally:

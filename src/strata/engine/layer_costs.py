@@ -58,7 +58,9 @@ def measure_layers(family: str, threads: int | Auto) -> LayerCosts:
             models.append(open_model(str(pack)))
             owned.callback(models[-1].close)
         looks = _look(
-            models[0], models[1], Requested(threads=threads, max_context=1024, prefill=CHUNK, resident_headroom_gib=0.0)
+            models[0],
+            models[1],
+            Requested(device="cpu", threads=threads, max_context=1024, prefill=CHUNK, resident_headroom_gib=0.0),
         )
     return _costs(looks, models[0].config.num_layers, models[0].config.top_k)
 
