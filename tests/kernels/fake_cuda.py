@@ -64,6 +64,10 @@ class CUevent_flags(enum.IntEnum):  # noqa: N801
     CU_EVENT_DISABLE_TIMING = 2
 
 
+class CUevent_record_flags(enum.IntEnum):  # noqa: N801
+    CU_EVENT_RECORD_EXTERNAL = 1
+
+
 class CUstreamCaptureMode(enum.IntEnum):
     CU_STREAM_CAPTURE_MODE_RELAXED = 2
 
@@ -81,7 +85,8 @@ class CUdeviceptr(int):
 
 
 ENUMS = (
-    CUresult, CUdevice_attribute, CUfunction_attribute, CUstream_flags, CUevent_flags, CUstreamCaptureMode,
+    CUresult, CUdevice_attribute, CUfunction_attribute, CUstream_flags, CUevent_flags, CUevent_record_flags,
+    CUstreamCaptureMode,
     CUmemcpySrcAccessOrder,
 )  # fmt: skip
 
@@ -326,6 +331,17 @@ class FakeCuda:
     def cuEventRecord(self, hEvent: int, hStream: int) -> Result:
         self._clock += 1.0
         self._events[hEvent] = (self._clock, self._streams[int(hStream)].error, self.busy_queries)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuEventRecordWithFlags(self, hEvent: int, hStream: int, flags: int) -> Result:
+        assert flags == CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
+        capture = self._streams[int(hStream)].capture
+        assert capture is not None, "an external event is a node of a graph"
+
+        def work() -> None:
+            self.cuEventRecord(hEvent, hStream)
+
+        capture.append(work)
         return (CUresult.CUDA_SUCCESS,)
 
     def cuEventQuery(self, hEvent: int) -> Result:
