@@ -112,12 +112,19 @@ def session_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_environment(session_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test sees a STRATA_HOME of the run and no STRATA_ option of the user; logging is put back after it."""
+def own_environment(
+    request: pytest.FixtureRequest, session_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Each test sees a STRATA_HOME of the run and no STRATA_ option of the user; logging is put back after it.
+
+    Where there is a card, ``auto`` would take it: only tests marked gpu may.
+    """
     for name in list(os.environ):
         if name.startswith("STRATA_") and name not in (REQUIRE, "STRATA_ISA"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("STRATA_HOME", str(session_home))
+    if has_gpu() and request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setenv("STRATA_DEVICE", "cpu")
     yield
     logger = logging.getLogger("strata")
     for handler in list(logger.handlers):

@@ -48,7 +48,7 @@ def golden() -> dict[str, Any]:
 
 def open_runtime(pack: Path) -> Iterator[Runtime]:
     opened = open_model(str(pack))
-    runtime = Runtime.open(opened, resolve_here(arguments={"ram_gib": 6}))
+    runtime = Runtime.open(opened, resolve_here(arguments={"ram_gib": 6, "device": "cpu"}))
     yield runtime
     runtime.close()
     opened.close()
