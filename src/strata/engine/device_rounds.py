@@ -94,7 +94,7 @@ class DeviceRounds:
         self.limit_ms = FILE_ROUND_LIMIT_MS if self.dispatch.reads_files else ROUND_LIMIT_MS
         if self.dispatch.reads_files:
             logger.warning(
-                "experts are read from the file inside a round: on a card that drives a display use --ram-mode mapped"
+                "experts are read from the file inside a round: on a card that drives a display use --mmap-experts"
             )
 
     def prepare(self, windows: Sequence[int] = (1, MAX_WINDOW)) -> None:
