@@ -286,9 +286,11 @@ class Runtime:
         shape, plan = self.plan.shape, self.plan
         experts = format_bytes(shape.total_experts * shape.blob_bytes)
         threads = count_of(self._threads, "thread")
+        device = self._backend.info()
+        card = f"{device.name} and " if device.kind == "cuda" else ""
         return (
             f"{self._name}: {shape.num_layers} layers of {shape.num_experts} experts ({experts}), "
-            f"{format_bytes(shape.dense_bytes)} dense, {threads} ({isa()}), RAM mode {plan.mode}, "
+            f"{format_bytes(shape.dense_bytes)} dense, {card}{threads} ({isa()}), RAM mode {plan.mode}, "
             f"{plan.num_slots:,} slots, context {self.max_context:,}"
         )
 
