@@ -15,7 +15,7 @@ endef
 .PHONY: help build run test lint format bench clean lock generate environment environment-dev environment-bench environment-all native test-gpu test-cpu512 test-windows check
 
 help:
-	@echo "make run          install, build, and run the demo   [PROMPT='def add(a, b):'] [ARGS='--threads 2']"
+	@echo "make run          install, build, and run the demo   [PROMPT='def read_lines(path):'] [ARGS='--threads 2']"
 	@echo "make test         install, build, and run all tests  [ARGS='-k config']"
 	@echo "make build        install, and compile the native library"
 	@echo "make lint         ruff and strict types"

@@ -95,15 +95,6 @@ def measure_cache(args: argparse.Namespace, pack: Path, results: Path) -> None:
         print(f"no picture of the hit rates: {error}")
 
 
-def place_tests(root: Path) -> None:
-    """The tests of the shipped pack lie here until there is one, since they fail without it; then in tests/data."""
-    waiting = HERE / "shipped_pack_test.py"
-    if waiting.exists():
-        shutil.copy(waiting, root / "tests" / "data" / "test_small_model.py")
-        if root == ROOT:
-            waiting.unlink()
-
-
 def figures_of(record: dict[str, Any]) -> dict[str, Figure]:
     fields = {field.name for field in dataclasses.fields(Figure)}
     return {
@@ -154,7 +145,6 @@ def finish(args: argparse.Namespace) -> None:
         if source.exists():
             (results / "h200").mkdir(parents=True, exist_ok=True)
             shutil.copy(source, results / "h200" / name)
-    place_tests(args.root)
     notice = args.root / "NOTICE"
     notice.write_text(attributions.render_notice(notice.read_text(), corpus))
     print(f"written: src/strata/data/small, tests/data/{GOLDEN_FILE}, benchmarks/results, NOTICE")

@@ -109,6 +109,8 @@ def bench_kernels(requested: Requested, gib: float, repeats: int) -> Record:
 def bench_cache(requested: Requested, text: Path | None, tokens: int, plot: Path | None) -> Record:
     from strata.engine import cache_bench
 
+    if plot is not None:  # before minutes of measuring
+        cache_bench.check_drawing(plot)
     table, record = cache_bench.bench_cache(requested, text=read_text(text), tokens=tokens)
     print("\n".join(table.lines()))
     if plot is not None:

@@ -152,7 +152,7 @@ def print_next() -> None:
 
     name = program()
     rows = (
-        ("run 'def fibonacci(n):'", "complete a text"),
+        ("run 'def read_lines(path):'", "complete a text"),
         ("chat", "talk to the model in the terminal"),
         ("verify", "prove that placement never changes a token"),
         ("run path/to/checkpoint 'Hello'", "a Hugging Face folder of your own, packed once"),

@@ -17,7 +17,7 @@ from strata.errors import RequestError
 
 
 def empty_prompt(why: str = "") -> RequestError:
-    return RequestError(f"the prompt is empty{': ' + why if why else ''}", "strata run [MODEL] 'def fibonacci(n):'")
+    return RequestError(f"the prompt is empty{': ' + why if why else ''}", "strata run [MODEL] 'def read_lines(path):'")
 
 
 def command(
@@ -36,7 +36,7 @@ def command(
     model, prompt = split_model_and_prompt(words or [])
     requested = configure(model)
     if prompt is None:
-        raise RequestError("no prompt was given", "strata run [MODEL] 'def fibonacci(n):'")
+        raise RequestError("no prompt was given", "strata run [MODEL] 'def read_lines(path):'")
     if prompt == "-":
         prompt = sys.stdin.read()
         if not prompt:

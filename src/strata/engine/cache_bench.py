@@ -6,6 +6,7 @@ It moves no expert: a hit rate is a property of picks and policy, not of a machi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from strata.experts.policy_simulation import Trace
     from strata.kernels.ops import ExpertExecutor
 
-__all__ = ["CacheTable", "RecordedPicks", "bench_cache", "draw_cache", "own_text", "record_trace"]
+__all__ = ["CacheTable", "RecordedPicks", "bench_cache", "check_drawing", "draw_cache", "own_text", "record_trace"]
 
 SHARES = (5, 10, 20, 30, 40, 50, 75)  # percent of all experts that have a slot
 TITLES = {"profile": "profile", "lru": "LRU", "decayed": "decayed counts", "clairvoyant": "clairvoyant"}
@@ -136,12 +137,20 @@ def simulate_all(trace: Trace, heat: Heat, learned: str, adapt_every: int, adapt
     return CacheTable(heat.size, slots, runs, len(trace), learned)
 
 
-def draw_cache(table: CacheTable, path: Path) -> None:
-    """Hit rate against slots as a PNG. Raises ``ConfigError`` where matplotlib is not installed."""
+def check_drawing(path: Path) -> None:
+    """Raises ``ConfigError`` where matplotlib is not installed or there is no folder for the picture."""
     try:
         import_module("matplotlib").use("Agg")
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib, which is not installed", "pip install matplotlib") from error
+        way = f"{sys.executable} -m pip install matplotlib"
+        raise ConfigError("--plot needs matplotlib, which is not installed", way) from error
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.parent}", "make it first")
+
+
+def draw_cache(table: CacheTable, path: Path) -> None:
+    """Hit rate against slots as a PNG. Raises as ``check_drawing``."""
+    check_drawing(path)
     pyplot = import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     shares = [100 * slots / table.total for slots in table.slots]
