@@ -98,6 +98,17 @@ def test_inspect_check_finds_one_flipped_bit(random_pack: Path, tmp_path: Path, 
     assert "layer 0, expert 0 is damaged" in err
 
 
+def test_inspect_check_reads_the_expert_profile_too(random_pack: Path, tmp_path: Path, run: Run) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in random_pack.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "expert-profile.json").write_text("{bad")
+    status, out, err = run("inspect", copy, "--check")
+    assert (status, out) == (2, "")
+    assert "expert-profile.json is no expert profile" in err
+
+
 def test_mistakes_are_one_line_and_status_two(random_pack: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF\x03\0\0\0")
     save_file({"a": torch.zeros(1)}, tmp_path / "alone.safetensors")

@@ -43,8 +43,12 @@ def command(
         with PackReader(path) as reader:
             description = describe_pack(reader)
             if check:
+                from strata.experts.profile import PROFILE_FILE, read_profile
+
                 with phase_bars() as on_progress:
                     description["checked"] = reader.check(on_progress)
+                if read_profile(path, len(reader.expert_layers), reader.num_experts) is not None:
+                    description["checked"] += (path / PROFILE_FILE).stat().st_size
     print(json.dumps(description) if as_json else "\n".join(_lines(description)))
 
 
