@@ -50,8 +50,7 @@ def test_a_card_gives_the_cpus_logits_within_rounding(packs: dict[str, Path]) ->
     with device_runtime(packs["exact"], kv=32, expert_cache=5) as runtime:
         found = transcript(runtime, ids, 3)
     errors = torch.tensor([worst(found[t], expected[t]) for t in range(len(found))])
-    assert float(errors.median()) < 1e-4
-    assert float(errors.max()) < 5e-2
+    assert float(errors.max()) < 1e-4
 
 
 def test_every_placement_gives_the_same_bits(packs: dict[str, Path]) -> None:

@@ -136,3 +136,13 @@ def test_the_link_is_shared_with_a_card_alone() -> None:
     fixed = effects(**card, pcie_balance=False)["pcie_balance"]
     assert fixed == Effect("pcie_balance", True, "a fixed share of the page-locked misses")
     assert effects(iq_mt_min=8)["iq_mt_min"].in_force
+
+
+def test_a_card_says_that_it_streams_no_prompt_and_what_it_reads() -> None:
+    options: dict[str, Any] = {"device": "cuda", "vram_gib": 12}
+    found = effects(**options, prefill="1024")
+    windows = "on a card prompts run as decode windows and stream nothing"
+    for name in ("prefill", "prefill_borrow", "prefill_ring", "prefill_cpu_share"):
+        assert found[name] == Effect(name, False, windows)
+    assert found["pcie_frac"] == Effect("pcie_frac", True, "auto: the CPU computes every miss")
+    assert effects(**options, pcie_frac=0.4)["pcie_frac"].why == "the card reads 40 %"

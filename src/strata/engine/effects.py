@@ -15,6 +15,7 @@ from strata.words import count_of
 
 __all__ = ["effects_of", "plan_effects"]
 
+WINDOWS = "on a card prompts run as decode windows and stream nothing"
 NO_CARD = "no CUDA device is in use"
 PIN_OPTIONS = (
     "complement_pin_gib",
@@ -50,13 +51,20 @@ def plan_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
 def _machine_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
     request = plan.request
     threads = pool.default_threads() if isinstance(requested.threads, str) else requested.threads
-    rows = count_of(min(request.chunk_rows, request.max_context), "row")
-    shorter = ", all that the context holds" if request.chunk_rows > request.max_context else ""
     return [
         Effect("threads", True, count_of(threads, "thread")),
         Effect("max_context", True, count_of(request.max_context, "position")),
-        Effect("prefill", True, f"chunks of up to {rows}{shorter}"),
+        *_prompt_effects(plan),
     ]
+
+
+def _prompt_effects(plan: ResolvedPlan) -> list[Effect]:
+    request = plan.request
+    if plan.device.kind == "cuda":
+        return [Effect(name, False, WINDOWS) for name in ("prefill", "prefill_borrow", "prefill_ring")]
+    rows = count_of(min(request.chunk_rows, request.max_context), "row")
+    shorter = ", all that the context holds" if request.chunk_rows > request.max_context else ""
+    return [Effect("prefill", True, f"chunks of up to {rows}{shorter}")]
 
 
 def _memory_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
@@ -95,11 +103,15 @@ def _sharing_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
         why = f"{NO_CARD}: the CPU computes every expert where it lies"
         return [*found, Effect("pcie_frac", False, why), Effect("pcie_balance", False, why)]
     counted = "all misses of a layer count" if requested.pcie_balance else "a fixed share of the page-locked misses"
-    return [*found, Effect("pcie_balance", True, counted)]
+    fraction = requested.pcie_frac
+    reads = "auto: the CPU computes every miss" if isinstance(fraction, str) else f"the card reads {100 * fraction:g} %"
+    return [*found, Effect("pcie_frac", True, reads), Effect("pcie_balance", True, counted)]
 
 
 def _cpu_share_effect(plan: ResolvedPlan, requested: Requested) -> Effect:
     name, share = "prefill_cpu_share", plan.request.prefill_cpu_share
+    if plan.device.kind == "cuda":
+        return Effect(name, False, WINDOWS)
     if not plan.ring_slots:
         some = "the device holds every expert" if plan.num_slots else "the CPU computes every expert where it lies"
         return Effect(name, False, f"prompts stream nothing: {some}")
