@@ -13,6 +13,7 @@ import torch
 from strata.checkpoint.pack_reader import PackReader
 from strata.experts.profile import ExpertProfile
 from strata.text.byte_tokenizer import byte_tokenizer
+from tests.train.small_sizes import SMALL
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "train"))
 
@@ -23,26 +24,7 @@ from model import Config, TrainModel
 from ship import FORMATS, make_pack
 from subject import Subject
 
-SIZES: dict[str, Any] = {
-    "vocabulary": 272,
-    "hidden": 64,
-    "layers": 4,
-    "heads": 4,
-    "head_width": 16,
-    "delta_key_heads": 2,
-    "delta_value_heads": 4,
-    "delta_width": 16,
-    "experts": 8,
-    "expert_width": 32,
-    "shared_width": 32,
-    "rank": 8,
-    "ple_width": 64,
-    "ngram_base": 128,
-    "index_width": 16,
-    "index_budget": 64,
-    "context": 192,
-    "eos": (256, 258),
-}
+SIZES: dict[str, Any] = SMALL | {"vocabulary": 272, "index_budget": 64, "eos": (256, 258)}
 
 
 @pytest.fixture(scope="module")

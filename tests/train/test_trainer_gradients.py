@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.train.small_sizes import SMALL
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "train"))
 
 import agree
@@ -17,27 +19,7 @@ import delta
 from model import Config, MixtureOfExperts, TrainModel
 from optimiser import orthogonalise
 
-SMALL: dict[str, Any] = {
-    "vocabulary": 256,
-    "hidden": 64,
-    "layers": 2,
-    "interval": 2,
-    "heads": 4,
-    "head_width": 16,
-    "delta_key_heads": 2,
-    "delta_value_heads": 4,
-    "delta_width": 16,
-    "experts": 8,
-    "expert_width": 32,
-    "shared_width": 32,
-    "rank": 8,
-    "ple_width": 64,
-    "ngram_base": 128,
-    "index_width": 16,
-    "index_budget": 32,
-    "context": 128,
-    "eos": (250, 251),
-}
+TWO_LAYERS: dict[str, Any] = SMALL | {"layers": 2, "interval": 2, "context": 128}
 REAL_WIDTHS: dict[str, Any] = {"vocabulary": 512, "layers": 2, "interval": 2, "context": 1024, "eos": (500, 501)}
 
 aten = torch.ops.aten
@@ -95,7 +77,7 @@ def test_fresh_gradients_at_real_width_are_sane_and_survive_rounding() -> None:
 
 def test_grouped_experts_give_what_the_wide_ones_give() -> None:
     """Values and gradients, to the rounding of BF16; one expert is never picked."""
-    config = Config(**SMALL)
+    config = Config(**TWO_LAYERS)
     moe = MixtureOfExperts(config)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -120,7 +102,7 @@ def test_grouped_experts_give_what_the_wide_ones_give() -> None:
 
 @pytest.fixture
 def small() -> TrainModel:
-    model = TrainModel(Config(**SMALL))
+    model = TrainModel(Config(**TWO_LAYERS))
     model.initialise(3)
     return model
 

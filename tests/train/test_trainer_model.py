@@ -13,6 +13,7 @@ from strata.kernels.reference import ReferenceExperts, ReferenceOps
 from strata.kernels.reference.delta import recurrent_delta
 from strata.models import find
 from tests.models.oracle import load_weights
+from tests.train.small_sizes import SMALL
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "train"))
 
@@ -20,27 +21,6 @@ from checkpoint import published_name
 from delta import gated_delta, unit_lower_inverse
 from model import Config, TrainModel
 from optimiser import orthogonalise
-
-SMALL: dict[str, Any] = {
-    "vocabulary": 256,
-    "hidden": 64,
-    "layers": 4,
-    "heads": 4,
-    "head_width": 16,
-    "delta_key_heads": 2,
-    "delta_value_heads": 4,
-    "delta_width": 16,
-    "experts": 8,
-    "expert_width": 32,
-    "shared_width": 32,
-    "rank": 8,
-    "ple_width": 64,
-    "ngram_base": 128,
-    "index_width": 16,
-    "index_budget": 32,
-    "context": 192,
-    "eos": (250, 251),
-}
 
 
 @pytest.fixture(scope="module")
