@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import math
+import time
 
 import torch
 
 from strata.errors import EngineError
-from strata.kernels.cuda.program import Address, Argument, Launch, Program
+from strata.kernels.cuda.program import Address, Argument, Launch, Program, TimedLaunch
 from tests.emulator.compile import load
 
 __all__ = ["EmulatedMachine", "EmulatedProgram"]
@@ -99,6 +100,16 @@ class EmulatedMachine:
 
     def prepare(self, launches: list[Launch]) -> _Prepared:
         return _Prepared([(launch, _Call(launch)) for launch in launches], self)
+
+    def run_timed(self, launches: list[Launch]) -> list[TimedLaunch]:
+        """The emulation's own time, which says nothing of a card's."""
+        timed = []
+        for launch in launches:
+            began = time.perf_counter()
+            self.prepare([launch]).run()
+            timed.append(TimedLaunch(launch.kernel, launch.grid, launch.block, 1e6 * (time.perf_counter() - began)))
+        self.synchronize()
+        return timed
 
     def synchronize(self) -> None:
         """Raises ``EngineError`` for the first launch that failed since the last call."""

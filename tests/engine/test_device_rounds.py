@@ -132,3 +132,14 @@ def test_an_older_sequence_says_that_its_memory_is_gone(packs: dict[str, Path]) 
         assert old.read_prompt([1, 2]) is not None
         with pytest.raises(EngineError, match="another sequence"):
             new.round([1])
+
+
+def test_a_timed_round_names_every_launch_and_commits_nothing(packs: dict[str, Path]) -> None:
+    with device_runtime(packs["default"], expert_cache=5) as runtime:
+        rounds, session = runtime.rounds, Session(runtime)
+        assert rounds is not None
+        expected = session.round([3])
+        session.commit(0)
+        timed = rounds.time_launches([3])
+        assert [name for name, _ in timed] == [launch.kernel for launch in rounds.launches(1)]
+        assert torch.equal(session.round([3]), expected)

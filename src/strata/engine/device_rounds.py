@@ -158,13 +158,10 @@ class DeviceRounds:
         return self._round(rows, with_logits=True).launches
 
     def time_launches(self, ids: Sequence[int]) -> list[tuple[str, float]]:
-        """A round launch by launch with events between: (kernel, seconds). It is not to be committed.
+        """A round with a mark between each two launches: (kernel, seconds). It is not to be committed.
 
-        Empty where the machine has no clock of its own. Raises ``RoundGivenUp``.
+        Raises ``RoundGivenUp``.
         """
-        run_timed = getattr(self._machine, "run_timed", None)
-        if run_timed is None:
-            return []
         chosen = self._round(len(ids), with_logits=True)
         self._write_inputs(ids)
         if self.dispatch.refresh():
@@ -172,7 +169,7 @@ class DeviceRounds:
         failure: EngineError | None = None
         self.dispatch.conductor.begin()
         try:
-            timed = run_timed(chosen.launches)
+            timed = self._machine.run_timed(chosen.launches)
         finally:
             self.state.folded()
             try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from strata.errors import EngineError
 from strata.kernels.cuda.compile import compile_kernels
 from strata.kernels.cuda.driver import CudaContext, ask
-from strata.kernels.cuda.program import Address, Argument, Launch
+from strata.kernels.cuda.program import Address, Argument, Launch, TimedLaunch
 from strata.paths import Home
 
 __all__ = ["CapturedGraph", "CudaMachine", "Mark", "TimedLaunch", "pack_arguments"]
@@ -30,16 +29,6 @@ EMPTY_GRAPH_RUNS = 20
 # themselves for what the launch before has written (``device.h``: wait_for_previous).
 OVERLAP_ARCHITECTURE = 90
 _OVERLAPPING = frozenset({"attention", "delta", "index", "linear", "pointwise", "streams"})
-
-
-@dataclass(frozen=True)
-class TimedLaunch:
-    """One launch of ``run_timed``: microseconds between events around it, so its own start-up is counted."""
-
-    kernel: str
-    grid: tuple[int, int, int]
-    block: int
-    microseconds: float
 
 
 class PackedArguments:

@@ -15,7 +15,17 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["MAX_WINDOW", "Address", "Argument", "Launch", "Machine", "Program", "RoundInputs", "Runnable"]
+__all__ = [
+    "MAX_WINDOW",
+    "Address",
+    "Argument",
+    "Launch",
+    "Machine",
+    "Program",
+    "RoundInputs",
+    "Runnable",
+    "TimedLaunch",
+]
 
 MAX_WINDOW = 8  # rows of a window at most: kernels keep so many sums in registers
 
@@ -93,6 +103,16 @@ class RoundInputs:
         return cls(whole[2:], whole[:1], whole[1:2])
 
 
+@dataclass(frozen=True)
+class TimedLaunch:
+    """One launch of ``run_timed``: microseconds between events around it, so its own start-up is counted."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: int
+    microseconds: float
+
+
 class Runnable(Protocol):
     """Launches that are ready to run in order."""
 
@@ -108,6 +128,9 @@ class Machine(Protocol):
 
     def prepare(self, launches: list[Launch]) -> Runnable:
         """Loads every kernel and captures the launches as one graph where the machine has graphs."""
+
+    def run_timed(self, launches: list[Launch]) -> list[TimedLaunch]:
+        """Runs the launches once and waits: where a round spends its time."""
 
     def synchronize(self) -> None:
         """Waits for everything enqueued. Raises ``EngineError`` if any of it failed."""
