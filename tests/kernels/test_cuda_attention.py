@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.errors import EngineError
+from strata.kernels.cuda.ops import CudaOps
 from strata.kernels.reference import ReferenceOps
 from tests.kernels.cuda_runs import Run, equal, noise, run, same_rows
 
@@ -24,9 +25,9 @@ def cache(positions: int, heads: int, width: int, dtype: torch.dtype, seed: int 
 @settings(max_examples=12)
 @given(
     rows=st.integers(1, 8),
-    start=st.sampled_from([0, 1, 200, 255, 256, 600]),
+    start=st.sampled_from([0, 1, 62, 63, 64, 200, 255, 256, 600]),
     group=st.sampled_from([(1, 1), (2, 3), (2, 6), (1, 4)]),
-    width=st.sampled_from([8, 20, 64]),
+    width=st.sampled_from([8, 20, 64, 72, 130, 256]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_dense(rows: int, start: int, group: tuple[int, int], width: int, dtype: torch.dtype) -> None:
@@ -38,7 +39,7 @@ def test_dense(rows: int, start: int, group: tuple[int, int], width: int, dtype:
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("width", [16, 128, 256])
+@pytest.mark.parametrize("width", [16, 30, 128, 256])
 def test_rows_of_dense_attention(width: int) -> None:
     q, (k, v) = noise(8, 4, width), cache(300, 2, width, torch.bfloat16)
     same_rows(lambda ops, r: ops.attention(q[r], k, v, 0, 0.3), 8, position=251)
@@ -96,6 +97,27 @@ def test_a_list_of_everything_is_dense_attention(start: int) -> None:
     )
     assert equal(dense, unlisted)
     assert equal(dense, listed)
+
+
+def test_lists_as_they_are_selected_and_as_they_are_given_are_the_same_bits() -> None:
+    """A list that ``select_blocks`` has just made is known to be full; another one is counted."""
+    q, (k, v), index_q, keys = noise(3, 4, 32), cache(520, 2, 32, torch.bfloat16), noise(3, 2, 16), noise(130, 16)
+
+    def record(ops: CudaOps) -> list[torch.Tensor]:
+        ids = ops.select_blocks(index_q, keys, 0, 4, 40)
+        selected = ops.sparse_attention(q, k, v, 0, 0.2, ids, 4)
+        ops._selected.clear()
+        return [selected, ops.sparse_attention(q, k, v, 0, 0.2, ids, 4)]
+
+    for position in (0, 2, 150, 157, 500):
+        assert equal(*run(record, position=position)), position
+
+
+def test_many_cuts_are_joined() -> None:
+    """More cuts than a slice has under way at once."""
+    q, (k, v) = noise(1, 2, 8), cache(9000, 1, 8, torch.bfloat16)
+    found = run(lambda ops: ops.attention(q, k, v, 0, 0.4), position=8998)
+    torch.testing.assert_close(found, REFERENCE.attention(q, k, v, 8998, 0.4), rtol=2e-5, atol=2e-6)
 
 
 def test_a_nan_stays_in_its_row_and_head() -> None:

@@ -139,7 +139,7 @@ def test_a_sequence_can_start_again(pair: Pair, one_by_one: torch.Tensor) -> Non
 
 
 # What a layer takes besides its experts and what the state's own kernels do.
-ATTENTION = {"linear.linears": 2, "pointwise.norm_rope": 1, "attention.attend": 1, "attention.attend_combine": 1}
+ATTENTION = {"linear.linears": 2, "pointwise.norm_rope": 1, "attention.attend_f32": 1, "attention.attend_combine": 1}
 INDEX = {
     "linear.linears": 1,
     "pointwise.norm_rope": 1,

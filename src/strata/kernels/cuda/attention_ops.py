@@ -11,15 +11,17 @@ import ctypes
 import torch
 
 from strata.errors import EngineError
+from strata.kernels.cuda.program import Program, RoundInputs
 from strata.kernels.cuda.recorder import Recorder, agree, blocks_of
 
 __all__ = ["AttentionOps"]
 
-CUT = 256  # entries of a list of positions that are joined first
+CUT = 64  # entries of a list of positions that are joined first
 HEADS = 4  # query heads of a block
 WIDEST = 256
 THREADS = 256
-SHARED = (HEADS + THREADS // 32 * HEADS) * WIDEST * 4
+LANES = (8, 16, 32)  # of a group that reads a row of the cache, 8 columns each
+RESIDENT = 2  # blocks of `attend` that a multiprocessor has registers for
 SELECT_THREADS = 1024
 
 
@@ -27,18 +29,19 @@ class _Shape(ctypes.Structure):
     """``Shape`` of attention.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("q", "k", "v", "blocks", "sums", "values", "counts")),
-        *(
-            (name, ctypes.c_int)
-            for name in ("is_bf16", "heads", "kv_heads", "width", "listed", "block", "positions", "cuts")
-        ),
+        *((name, ctypes.c_uint64) for name in ("q", "k", "v", "blocks", "sums", "values")),
+        *((name, ctypes.c_int) for name in ("heads", "kv_heads", "group", "parts", "width", "pitch")),
+        *((name, ctypes.c_int) for name in ("listed", "block", "shift", "is_full", "positions", "cuts")),
         ("scale", ctypes.c_float),
-        ("unused", ctypes.c_int),
     )
 
 
 class AttentionOps(Recorder):
     """See ``strata.kernels.ops.Ops``, whose methods these are."""
+
+    def __init__(self, program: Program, inputs: RoundInputs, shared_bytes: int = 48 << 10) -> None:
+        super().__init__(program, inputs, shared_bytes)
+        self._selected: set[int] = set()  # addresses of lists that hold as many complete blocks as they can
 
     def attention(
         self, q_TND: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor, start: int, scale: float
@@ -75,19 +78,24 @@ class AttentionOps(Recorder):
             listed = int(blocks_TM.shape[1])
             longest = min(positions, listed * block + block - 1)
         cuts = blocks_of(longest, CUT)
-        out_TND = self.empty(rows, heads, width)
+        lanes = next(lanes for lanes in LANES if width <= 8 * lanes) if width % 8 == 0 else LANES[-1]
+        out_TND, pitch, group = self.empty(rows, heads, width), 8 * lanes, heads // kv_heads
+        is_full = blocks_TM is not None and blocks_TM.data_ptr() in self._selected
         shape = _Shape(
             q=self.address(q_TND), k=self.address(k_PGD), v=self.address(v_PGD), blocks=self.address(blocks_TM),
             sums=self.address(self.scratch("cut sums", rows, heads, cuts, 2)),
-            values=self.address(self.scratch("cut values", rows, heads, cuts, width)),
-            counts=self.address(self.scratch("cut counts", rows, dtype=torch.int32)),
-            is_bf16=int(k_PGD.dtype == torch.bfloat16), heads=heads, kv_heads=kv_heads, width=width, listed=listed,
-            block=block, positions=positions, cuts=cuts, scale=scale,
+            values=self.address(self.scratch("cut values", rows, heads, cuts, pitch)),
+            heads=heads, kv_heads=kv_heads, group=group, parts=blocks_of(group, HEADS), width=width, pitch=pitch,
+            listed=listed, block=block,
+            shift=block.bit_length() - 1 if block & (block - 1) == 0 else -1, is_full=int(is_full),
+            positions=positions, cuts=cuts, scale=scale,
         )  # fmt: skip
-        groups = kv_heads * blocks_of(heads // kv_heads, HEADS)
-        at_once = min(cuts, max(1, 8 * self.program.multiprocessors // groups))
-        self.launch("attention.attend", (at_once, groups, rows), THREADS, self.inputs, shape, shared=SHARED)
-        self.launch("attention.attend_combine", (heads, rows), THREADS, shape, out_TND)
+        groups = kv_heads * shape.parts
+        at_once = min(cuts, max(1, RESIDENT * self.program.multiprocessors // (groups * rows)))
+        kind = "bf16" if k_PGD.dtype == torch.bfloat16 else "f32"
+        size = lanes if width % 8 == 0 else "any"
+        self.launch(f"attention.attend_{kind}_{size}", (rows, groups, at_once), THREADS, self.inputs, shape)
+        self.launch("attention.attend_combine", (heads, pitch // 64, rows), THREADS, self.inputs, shape, out_TND)
         return out_TND
 
     def index_block_keys(
@@ -120,6 +128,7 @@ class AttentionOps(Recorder):
         self.launch(
             "index.select_blocks", (rows,), SELECT_THREADS, self.inputs, scores_TB, block, top_blocks, blocks, ids_TM
         )
+        self._selected.add(ids_TM.data_ptr())
         return ids_TM
 
 
