@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from strata.checkpoint.export import export_checkpoint
 from strata.checkpoint.pack_reader import PackReader
 from strata.experts.profile import ExpertProfile
 from strata.text.byte_tokenizer import byte_tokenizer
@@ -157,3 +158,12 @@ def test_answers_are_found_where_the_document_asks_for_them() -> None:
 )
 def test_a_completion_ends_with_the_first_whole_line_that_is_not_indented(body: str, ended: bool) -> None:
     assert is_dedented(body) is ended
+
+
+def test_training_goes_on_from_what_a_pack_exports(trained: tuple[TrainModel, Path], tmp_path: Path) -> None:
+    model, folder = trained
+    pack = make_pack(folder, tmp_path / "pack", FORMATS["bf16"])
+    again = TrainModel(model.c)
+    import_weights(again, export_checkpoint(pack, tmp_path / "exported"))
+    for (name, expected), found in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(found, expected.to(torch.bfloat16).float()), name

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "train"))
 
 import functions
-from data import Batches, read_mix
+from data import Batches, read_mix, turns
 from functions import ChatPairs, CodeFunctions, Lexicon, stutter
 from model import Config, TrainModel
 
@@ -173,6 +173,38 @@ def test_functions_of_the_code_are_dedented_and_whole(words: Words, monkeypatch:
     )
     plain = "def last(one):\n    return one.two.three(one) + one.four(one) + one\n"
     assert texts == {method + "<|endoftext|>", plain + "<|endoftext|>"}
+
+
+def test_long_bodies_are_left_out(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "SHORTEST", 5)
+    size = len(words.body(BODY))
+    assert len(ChatPairs(words.chats(), words.lexicon, size).bounds) == 2
+    assert len(ChatPairs(words.chats(), words.lexicon, size - 1).bounds) == 0
+    last = CODE.rpartition("\n    ")[2]
+    code = np.array([*words.encode(CODE), 1] * 2, dtype=np.uint16)
+    found = CodeFunctions(code, words.lexicon, len(words.body(f"    {last}")))
+    texts = {words.decode(found.function(random.Random(seed), 0.0)[0]) for seed in range(30)}
+    assert texts == {f"def last(one):\n    {last}<|endoftext|>"}
+
+
+def test_turns_are_first_learned_tokens_and_ends() -> None:
+    ids = np.array([[5, 5, 6, 7, 7, 8, 1, 5, 1, 9]])
+    learned = np.array([[0, 0, 1, 1, 0, 1, 1, 0, 0, 1]], dtype=bool)
+    assert turns(ids, learned, [1, 3]).astype(int).tolist() == [[0, 0, 1, 0, 0, 1, 1, 0, 0, 1]]
+
+
+def test_turns_weigh_more_and_the_mean_stays_one(folder: Path) -> None:
+    mix = read_mix("code=1,chat=2,functions=2,retrieval=1", 6)
+    plain, heavy = (Batches(folder, mix, 64, 7, group(0, 1), 0.5, turn=turn).batch(3) for turn in (1.0, 4.0))
+    assert torch.equal(plain.windows, heavy.windows)
+    assert plain.weights is not None
+    assert heavy.weights is not None
+    one, four = heavy.weights[0, 0], heavy.weights.max()  # code counts one each
+    assert float(four / one) == pytest.approx(4.0)
+    assert torch.equal(plain.weights > 0, heavy.weights > 0)
+    assert float(heavy.weights[:, 1:-1].mean()) == pytest.approx(1.0)
+    ends = torch.isin(heavy.windows, torch.tensor([1, 3])) & (heavy.weights > 0)
+    assert bool((heavy.weights[1:][ends[1:]] == four).all())
 
 
 def group(rank: int, size: int) -> Any:

@@ -154,6 +154,9 @@ def training(corpus: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
             text += f""" Of {sum(one["mix"].values())} rows of a batch {words_of(one["mix"])};
             {100 * one["stutter"]:.0f} % of the bodies repeat a piece of themselves, which is not learned, so that the
             model learns to leave a repetition."""
+        if one.get("longest"):
+            text += f""" Bodies have at most {one["longest"]} tokens; the first token of a body, the one that leaves a
+            repetition and the end token count {one["turn"]:g} times."""
     if "bits_per_byte" in trained:
         text += f""" The trainer's own measure of the BF16 weights, {trained["heldout_tokens"]:,.0f} held-out tokens:
         {trained["bits_per_byte"]:.4f} bits per byte, {trained["bits_per_byte_sparse"]:.4f} with sparse attention."""

@@ -66,10 +66,19 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def import_weights(model: TrainModel, folder: Path) -> None:
-    """Loads an exported checkpoint; a missing tensor is an error."""
+    """Loads a checkpoint of ``export``, or one that ``strata export`` made of a pack: there each expert has matrices
+    of its own. A missing tensor is an error."""
     tensors = read_tensors(folder)
     for name, p in model.named_parameters():
-        p.copy_(tensors[published_name(name)])
+        published = published_name(name)
+        p.copy_(tensors[published] if published in tensors else _joined(tensors, published, len(p)))
+
+
+def _joined(tensors: dict[str, torch.Tensor], published: str, count: int) -> torch.Tensor:
+    """The experts' matrices one on another: ``...experts.gate_up_proj`` of ``...experts.0.gate_proj.weight`` ..."""
+    prefix, _, kind = published.rpartition(".")
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    return torch.stack([torch.cat([tensors[f"{prefix}.{i}.{part}.weight"] for part in parts]) for i in range(count)])
 
 
 def config_of(meta: dict[str, Any]) -> Config:

@@ -22,7 +22,7 @@ import torch
 from functions import ChatPairs, CodeFunctions, Lexicon, Row, fill_row
 from group import Group
 
-__all__ = ["Batch", "Batches", "RetrievalMaker", "load_code", "load_stream", "read_mix"]
+__all__ = ["Batch", "Batches", "RetrievalMaker", "load_code", "load_stream", "read_mix", "turns"]
 
 CHAT_ROWS = 3  # of 16 rows: a fifth of the text
 RETRIEVAL_ROWS = 1
@@ -114,7 +114,7 @@ class RetrievalMaker:
 
 class Batch(NamedTuple):
     """``windows`` int64 [B, T + 2]; ``weights`` FP32 of the same shape: 0 where nothing is learned, elsewhere one
-    value, so that the mean over these rows is one over what is learned. None: all is learned."""
+    value, or a multiple of it at a turn; their mean over these rows is one. None: all is learned alike."""
 
     windows: torch.Tensor
     weights: torch.Tensor | None
@@ -126,16 +126,27 @@ Made = tuple[np.ndarray, np.ndarray]
 class Batches:
     """``batch(step)``: this process's rows of code, chat, functions and retrieval, as ``mix`` says.
 
-    With ``stutter`` above zero chat rows too are whole documents; it is the share of bodies that stutter.
+    With ``stutter`` above zero chat rows too are whole documents; it is the share of bodies that stutter. ``longest``
+    bounds the bodies of whole documents, in tokens. ``turn`` is what a turn of them counts: the first token that is
+    learned after some that are not (a body's first, and the one that leaves a repetition), and a learned end token.
     """
 
     def __init__(
-        self, folder: Path, mix: Mapping[str, int], length: int, seed: int, group: Group, stutter: float = 0.0
+        self,
+        folder: Path,
+        mix: Mapping[str, int],
+        length: int,
+        seed: int,
+        group: Group,
+        stutter: float = 0.0,
+        longest: int | None = None,
+        turn: float = 1.0,
     ) -> None:
         self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
         code, chat = load_code(folder), load_stream(folder, "chat")
         self.mix, self.length, self.seed, self.device, self.stutter = mix, length, seed, group.device, stutter
         ends = np.cumsum([mix[kind] for kind in KINDS]).tolist()
+        self.turn = turn
         self.mine = {  # of each kind's rows, those that fall to this process
             kind: [row for row in range(mix[kind]) if (end - mix[kind] + row) % group.size == group.rank]
             for kind, end in zip(KINDS, ends, strict=True)
@@ -146,7 +157,8 @@ class Batches:
         if stutter or mix["functions"]:
             vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
             words = Lexicon(vocabulary, self.meta["special"])
-            self.pairs, self.code_functions = ChatPairs(chat, words), CodeFunctions(code, words)
+            self.pairs, self.code_functions = ChatPairs(chat, words, longest), CodeFunctions(code, words, longest)
+            self.ends = [words.end, words.stop]
         self._orders: dict[tuple[int, int], np.ndarray] = {}
         self._pool = ThreadPoolExecutor(1)
         self._ahead: tuple[int, Future[Made]] | None = None
@@ -208,7 +220,14 @@ class Batches:
         windows = torch.cat(parts)
         if not self.stutter and not self.mix["functions"]:
             return Batch(windows, None)
-        read = np.ones((len(windows) - len(learned), self.length + 2), bool)
-        weights = np.concatenate([read, learned]).astype(np.float32)
+        read = np.ones((len(windows) - len(learned), self.length + 2), np.float32)
+        weights = np.concatenate([read, np.where(turns(ids, learned, self.ends), self.turn, 1.0) * learned])
         weights /= weights[:, 1:-1].mean()
-        return Batch(windows, torch.from_numpy(weights).to(self.device))
+        return Batch(windows, torch.from_numpy(weights.astype(np.float32)).to(self.device))
+
+
+def turns(ids: np.ndarray, learned: np.ndarray, ends: list[int]) -> np.ndarray:
+    """Where a learned token comes after one that is not, or ends a text."""
+    found = np.isin(ids, ends) & learned
+    found[:, 1:] |= learned[:, 1:] & ~learned[:, :-1]
+    return found

@@ -130,12 +130,17 @@ def _lone_digit(block: list[list[int]], rng: random.Random, words: Lexicon) -> t
 
 
 class ChatPairs:
-    """The chat stream as conversations. A document is one of them, or a function out of one."""
+    """The chat stream as conversations. A document is one of them, or a function out of one.
 
-    def __init__(self, chat: np.ndarray, words: Lexicon) -> None:
+    ``longest`` leaves out the conversations that have an answer with a longer body, in tokens.
+    """
+
+    def __init__(self, chat: np.ndarray, words: Lexicon, longest: int | None = None) -> None:
         self.chat, self.words = chat, words
         ends = np.flatnonzero(chat == words.end)
         self.bounds = np.stack([np.concatenate([[0], ends[:-1] + 1]), ends], axis=1)
+        if longest is not None:
+            self.bounds = self.bounds[[self._longest_body(n) <= longest for n in range(len(ends))]]
 
     def _messages(self, number: int) -> list[tuple[list[int], list[int]]]:
         """(header, content) of each message; the last one is an assistant's, and so is every second before it."""
@@ -148,6 +153,12 @@ class ChatPairs:
             found.append((ids[at:head], ids[head:stop]))
             at = stop + 2  # the end of a message and its newline
         return found
+
+    def _longest_body(self, number: int) -> int:
+        messages = self._messages(number)
+        exchanges = zip(messages[len(messages) % 2 :: 2], messages[len(messages) % 2 + 1 :: 2], strict=True)
+        splits = [(split_pair(asked, answer, self.words), answer) for (_, asked), (_, answer) in exchanges]
+        return max(len(split[2]) if split else len(answer) for split, answer in splits)
 
     def conversation(self, rng: random.Random, chance: float) -> Row:
         """A whole conversation. Learned: what the assistant says, its end included."""
@@ -211,10 +222,13 @@ def whole(lines: list[list[int]]) -> Row:
 
 
 class CodeFunctions:
-    """The functions of the code stream, dedented: ``def`` lines to the last line that stands right of them."""
+    """The functions of the code stream, dedented: ``def`` lines to the last line that stands right of them.
 
-    def __init__(self, code: np.ndarray, words: Lexicon) -> None:
-        self.code, self.words = code, words
+    ``longest`` bounds the tokens behind the first line, a docstring's included.
+    """
+
+    def __init__(self, code: np.ndarray, words: Lexicon, longest: int | None = None) -> None:
+        self.code, self.words, self.longest = code, words, longest or LONGEST
         size = 1 << 16
         breaks, widths, closers = np.zeros(size, bool), np.zeros(size, np.int16), np.zeros(size, bool)
         breaks[[*words.newlines, words.end]] = True
@@ -254,7 +268,9 @@ class CodeFunctions:
             return None
         ids[-1] = self.words.newline
         lines = [self.words.shifted(line, -width) for line in self.words.lines(ids)]
-        return None if any(line is None for line in lines) else lines  # type: ignore[return-value]
+        if any(line is None for line in lines) or sum(map(len, lines[1:])) > self.longest:  # type: ignore[arg-type]
+            return None
+        return lines  # type: ignore[return-value]
 
 
 def fill_row(make: Callable[[], Row], length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,8 @@
 BF16 checkpoint, ``log.jsonl``, ``loss.png`` and ``figures.json``. If ``--state`` is empty and ``--weights`` names an
 exported checkpoint, the run goes on from those weights with fresh momenta. The schedule is warm-up by steps, then a
 constant rate, then a decay to zero over the last share of ``--total-seconds`` of training, by the clock. ``--mix`` says
-what the rows of a batch are, ``--stutter`` how many bodies of whole documents repeat themselves (functions.py).
+what the rows of a batch are, ``--stutter`` how many bodies of whole documents repeat themselves (functions.py),
+``--longest`` how long they may be, ``--turn`` what their turns weigh (data.py).
 Several GPUs of one machine share the batch: ``torchrun --nproc-per-node 4 tools/train/train.py ...``.
 """
 
@@ -121,7 +122,9 @@ class Trainer:
             mix = read_mix(args.mix, args.rows)
         except ValueError as error:
             sys.exit(str(error))
-        self.batches = Batches(args.tokens, mix, self.length, args.seed, self.group, args.stutter)
+        self.batches = Batches(
+            args.tokens, mix, self.length, args.seed, self.group, args.stutter, args.longest, args.turn
+        )
         self.meta = meta
         self.log: list[dict[str, Any]] = []
         self.low = self.device.type == "cuda"
@@ -277,6 +280,8 @@ class Trainer:
             "processes": self.group.size,
             "mix": self.batches.mix,
             "stutter": args.stutter,
+            "longest": args.longest,
+            "turn": args.turn,
             "rate": args.rate,
             "before": self.before,
             "parameters": sum(q.numel() for q in self.model.parameters()),
@@ -344,6 +349,9 @@ def arguments() -> argparse.Namespace:
         "--mix", help="rows of a batch, as code=8,chat=11,functions=11,retrieval=2 (default: no functions)"
     )
     parser.add_argument("--stutter", type=float, default=0.0, help="share of bodies that repeat a piece, unlearned")
+    parser.add_argument("--longest", type=int, help="tokens of a body in whole documents, at most")
+    parser.add_argument("--turn", type=float, default=1.0, help="what a body's first token, the one that leaves a "
+                        "repetition, and an end token count in whole documents")  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="compile the blocks; see docs/log.md on their gradients")
     parser.add_argument("--wide", action="store_true", help="experts as wide products on a GPU too")
     parser.add_argument("--guard", action="store_true", help="compare gradients first; stop a run that goes wrong")
