@@ -48,7 +48,9 @@ def read_toml(path: Path) -> dict[str, object]:
     """Key -> value of a configuration file. ConfigError for text that is no TOML and unknown keys."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text", "save it as UTF-8, or remove it") from None
+    except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as TOML: {error}", "mend the file or remove it") from None
     for key, value in table.items():
         if key not in BY_NAME:

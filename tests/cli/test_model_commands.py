@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -117,6 +118,7 @@ def test_what_is_not_read_is_refused_in_one_line(
         (["run", "x", "--max-context", "100000"], "positions of the model"),
         (["run", "x" * 200, "--max-context", "100"], "200 tokens"),
         (["verify", "--prompts", "1,zero"], "--prompts"),
+        (["run", "x", "--stop", ""], "--stop: an empty text"),
         (["verify", "--arm", "no such arm"], "no arm is called no such arm"),
         (["demo", "--vram-gib", "0"], "--vram-gib"),
     ],
@@ -126,6 +128,24 @@ def test_mistakes_end_in_one_line_and_status_2(words: list[str], text: str, caps
     error = capsys.readouterr().err
     assert text in error
     assert "Traceback" not in error
+
+
+def test_input_that_is_no_utf8_is_called_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"ab\xff")
+    for errors in ("strict", "surrogateescape"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8", errors=errors))
+        assert main(["run", "-"]) == 2
+        assert "standard input is not UTF-8 text" in capsys.readouterr().err
+    assert main(["bench", "cache", "--text", str(tmp_path / "bad.txt")]) == 2
+    assert "is not UTF-8 text at byte 2" in capsys.readouterr().err
+
+
+def test_verify_counts_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--prompts", "1,100", "--tokens", "12", "--arm", "path 3"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if " of " in line[:8]]
+    assert [row[:6] for row in rows] == ["1 of 2", "2 of 2"]
 
 
 def test_verify_prints_a_row_an_arm(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,19 @@ def test_export_then_pack_then_inspect(random_pack: Path, tmp_path: Path, run: R
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_export_takes_a_models_name_and_no_checkpoint(
+    random_pack: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRATA_HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "models").mkdir(parents=True)
+    (tmp_path / "home" / "models" / "mine").symlink_to(random_pack)
+    assert run("export", "mine", tmp_path / "hf")[0] == 0
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+    status, _, err = run("export", tmp_path / "hf", tmp_path / "again")
+    assert status == 2
+    assert "is a checkpoint already" in err
+
+
 def test_inspect_counts_weights_and_bytes(random_pack: Path, run: Run) -> None:
     status, out, _ = run("inspect", random_pack, "--json")
     about = json.loads(out)
@@ -120,6 +133,7 @@ def test_mistakes_are_one_line_and_status_two(random_pack: Path, tmp_path: Path,
         (("pack", random_pack, tmp_path / "x", "--dense", "q4"), "'q4'"),
         (("export", tmp_path, tmp_path / "x"), "no config.json"),
         (("export", random_pack, random_pack), "exists already"),
+        (("export", "no-such-model", tmp_path / "x"), "no-such-model"),
         (("inspect", tmp_path / "absent"), "does not exist"),
     ]
     for words, message in cases:

@@ -110,7 +110,8 @@ def quality(figures: Mapping[str, Figure], machine: Mapping[str, Any]) -> str:
         {value("retrieval", 1)} % ({value("retrieval_dense", 1)} % with dense attention). Sparse attention costs
         {value("sparse_over_dense", 2)} % bits per byte at 4,096 tokens.""",
         f"""- Experts: the least used is picked {value("expert_use_least", 2)} times an even share, the most used
-        {value("expert_use_most", 2)} times. `expert-profile.json` holds all of them, learned from training text.""",
+        {value("expert_use_most", 2)} times. `expert-profile.json` holds all of them, learned from training text. A
+        balance loss made their use almost even, so in this model a profile hits no more than its share of slots.""",
     )
     return f"""## Quality
 {paragraph(sample)}

@@ -140,5 +140,8 @@ def read_text(path: Path | None) -> str | None:
         return None
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text {path} cannot be read: {error}", "give a UTF-8 text file") from error
+    except UnicodeDecodeError as error:
+        where = f"at byte {error.start:,}"
+        raise ConfigError(f"--text {path} is not UTF-8 text {where}", "give a text file in UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"--text {path} cannot be read: {error.strerror}", "give a text file in UTF-8") from None

@@ -136,6 +136,8 @@ class Conversation:
             value = json.loads(path.expanduser().read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}", "name a file that /save wrote") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path} is not UTF-8 text", "name a file that /save wrote") from None
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not JSON: {error}", "name a file that /save wrote") from None
         messages: Any = value.get("messages") if isinstance(value, dict) else value

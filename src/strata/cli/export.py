@@ -1,4 +1,4 @@
-"""``strata export PACK FOLDER``: turns a pack back into a Hugging Face checkpoint in BF16.
+"""``strata export MODEL FOLDER``: turns a pack back into a Hugging Face checkpoint in BF16.
 
 Lives in ``cli``: names options and draws the bar; the work is ``checkpoint``'s.
 """
@@ -15,12 +15,14 @@ from strata.cli.loading import phase_bars
 
 
 def command(
-    pack: Annotated[Path, typer.Argument(help="A Strata pack.")],
+    name: Annotated[str, typer.Argument(metavar="MODEL", help="A Strata pack: its folder, or a name as --model has.")],
     destination: Annotated[Path, typer.Argument(help="The checkpoint's folder, which must not exist yet.")],
 ) -> None:
     """Writes config, tokenizer, and BF16 weights that transformers and others load."""
     from strata.checkpoint.export import export_checkpoint
+    from strata.engine.models import find_pack
 
+    pack = find_pack(name)
     with phase_bars() as on_progress:
         path = export_checkpoint(pack, destination, progress=on_progress)
     size = sum(file.stat().st_size for file in path.iterdir())

@@ -20,6 +20,16 @@ def empty_prompt(why: str = "") -> RequestError:
     return RequestError(f"the prompt is empty{': ' + why if why else ''}", "strata run [MODEL] 'def read_lines(path):'")
 
 
+def read_standard_input() -> str:
+    """All of it. Bytes that are no UTF-8 arrive as lone surrogates, or as an error, by how the locale is set."""
+    try:
+        text = sys.stdin.read()
+        text.encode("utf-8")
+    except UnicodeError:
+        raise RequestError("standard input is not UTF-8 text", "convert it first, for example with iconv") from None
+    return text
+
+
 def command(
     configure: Configure,
     words: Annotated[
@@ -33,12 +43,14 @@ def command(
     """Streams one completion."""
     if words and words[-1] == "":
         raise empty_prompt()
+    if stop and "" in stop:  # before seconds of loading
+        raise RequestError("--stop: an empty text would end every answer at once", "leave it out")
     model, prompt = split_model_and_prompt(words or [])
     requested = configure(model)
     if prompt is None:
         raise RequestError("no prompt was given", "strata run [MODEL] 'def read_lines(path):'")
     if prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = read_standard_input()
         if not prompt:
             raise empty_prompt("standard input gave no text")
     from strata.cli.loading import load_engine

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MISSES = ("misses_pinned", "misses_pageable", "misses_mapped", "misses_file")
 MOVED = ("direct_bytes", "staged_bytes", "file_bytes", "saved_bytes")
 COUNTERS = ("page_lock_path", "hits", *MISSES, "alias_picks", *MOVED, "ring_loads", "swaps", "buffer_waits")
-HEADER = f"{'arm':34} {'logits':12} {'tokens':8} {'time':>8}  verdict, and what the arm did"
+HEADER = f"{'':8} {'arm':34} {'logits':12} {'tokens':8} {'time':>8}  verdict, and what the arm did"
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -57,10 +57,14 @@ def command(
             shown = ", ".join(f"{length:,}" for length in proof.prompt_lengths)
             print(f"sha256 of all logits and of all tokens; prompts of {shown} tokens, {tokens} decoded after each")
             print(HEADER)
-        results = []
+        results: list[ArmResult] = []
+        total = proof.count_self_tests() if self_test else len(proof.chosen(arm or []))
         for result in proof.self_tests() if self_test else proof.arms(arm or []):
             results.append(result)
-            print(json.dumps(as_row(result)) if as_json else format_row(result), flush=True)
+            print(
+                json.dumps(as_row(result)) if as_json else f"{f'{len(results)} of {total}':8} {format_row(result)}",
+                flush=True,
+            )
         if not results:
             names = ", ".join(f"'{name}'" for name in proof.arm_names)
             raise ConfigError(f"no arm is called {' or '.join(arm or [])}", f"arms: {names}")

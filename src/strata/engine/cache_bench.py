@@ -142,7 +142,7 @@ def check_drawing(path: Path) -> None:
     try:
         import_module("matplotlib").use("Agg")
     except ImportError as error:
-        way = f"{sys.executable} -m pip install matplotlib"
+        way = f"{sys.executable} -m pip install 'strata-moe[plot]' (or -e '.[plot]' in its folder)"
         raise ConfigError("--plot needs matplotlib, which is not installed", way) from error
     if not path.parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}", "make it first")

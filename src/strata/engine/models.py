@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from strata.checkpoint.pack_reader import PackReader
 from strata.engine.locate import BUILT_IN_NAME, SMALL_NAME, locate, shipped_pack
+from strata.errors import CheckpointError
 from strata.models import find
 from strata.models.known_shapes import BUILT_IN_SHAPE
 from strata.paths import find_home
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from strata.checkpoint.pack_writer import Progress
     from strata.models.family import Family, FamilyConfig, Weights
 
-__all__ = ["BUILT_IN_NAME", "SMALL_NAME", "OpenModel", "open_model", "shipped_pack"]
+__all__ = ["BUILT_IN_NAME", "SMALL_NAME", "OpenModel", "find_pack", "open_model", "shipped_pack"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,14 @@ def open_model(name: str | None, *, on_progress: Progress | None = None) -> Open
     if place.path is None:
         return open_random()
     return _open(_pack_once(place.path, on_progress) if place.is_checkpoint else place.path, place.name)
+
+
+def find_pack(name: str) -> Path:
+    """The folder of the pack that ``name`` says, see ``locate``. Raises ``CheckpointError``, for a checkpoint too."""
+    place = locate(name)
+    if place.is_checkpoint:
+        raise CheckpointError(f"{name} is a checkpoint already", "strata export takes a pack")
+    return place.path or _built_in()
 
 
 def open_random() -> OpenModel:

@@ -75,13 +75,20 @@ class Proof:
     def arm_names(self) -> list[str]:
         return [arm.name for arm in placements.all_arms(self._model, on_card=self.on_card)]
 
-    def arms(self, wanted: Sequence[str] = ()) -> Iterator[ArmResult]:
+    def chosen(self, wanted: Sequence[str] = ()) -> list[placements.Arm]:
         """All arms, or the reference and those whose names hold one of ``wanted``."""
         every = placements.all_arms(self._model, on_card=self.on_card)
         chosen = [arm for arm in every if not wanted or any(word in arm.name for word in wanted)]
         if chosen and chosen[0] is not every[0]:
             chosen.insert(0, every[0])
-        yield from placements.run_arms(self._model, self._requested, chosen, self._script)
+        return chosen
+
+    def arms(self, wanted: Sequence[str] = ()) -> Iterator[ArmResult]:
+        """The results of ``chosen``."""
+        yield from placements.run_arms(self._model, self._requested, self.chosen(wanted), self._script)
+
+    def count_self_tests(self) -> int:
+        return len(placements.self_tests(self._model))
 
     def demo(self, prompt: str, on_progress: Callable[[str, str], None] | None = None) -> Iterator[ArmResult]:
         """The demo's placements over one prompt of text."""

@@ -100,7 +100,8 @@ class Timeline:
         try:
             import_module("matplotlib").use("Agg")
         except ImportError as error:
-            raise ConfigError("a picture needs matplotlib, which is not installed", "pip install matplotlib") from error
+            way = "pip install 'strata-moe[plot]' (or -e '.[plot]' in its folder)"
+            raise ConfigError("a picture needs matplotlib, which is not installed", way) from error
         pyplot = import_module("matplotlib.pyplot")
         totals, lanes = self.totals(), self.lanes()
         colour = {name: f"C{number % COLOURS}" for number, name in enumerate(totals)}
