@@ -23,9 +23,9 @@ from strata.quant.layout import ExpertLayout
 
 __all__ = ["TASK", "ExpertKernel", "ExpertTasks", "group_picks"]
 
-TASK = np.dtype([("blob", "<u8"), ("scales", "<f4", (3,)), ("first", "<i4"), ("count", "<i4"), ("unused", "<i4")])
+TASK = np.dtype([("blob", "<u8"), ("scales", "<f4", (3,)), ("first", "<i4"), ("count", "<i4"), ("row", "<i4")])
 """One expert of a call, as native code reads it: the blob's address (aligned to 64 bytes), the tensor scales of gate,
-up and down, and its picks ``[first, first + count)``."""
+up and down, its picks ``[first, first + count)``, and the row of the first of them (which only a GPU reads)."""
 
 _FORMATS = {"nvfp4": 0, "q8_0": 1, "bf16": 2}
 
@@ -64,7 +64,9 @@ def group_picks(ids_TK: npt.NDArray[np.int32], wanted: npt.NDArray[np.bool_] | N
     tasks["first"] = starts
     tasks["count"] = np.diff(starts, append=len(grouped))
     slots = order.astype(np.int32)
-    return ExpertTasks(grouped[starts], tasks, slots // np.int32(ids_TK.shape[1]), slots)
+    rows = slots // np.int32(ids_TK.shape[1])
+    tasks["row"] = rows[starts]
+    return ExpertTasks(grouped[starts], tasks, rows, slots)
 
 
 @cache

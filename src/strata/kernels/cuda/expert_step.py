@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from strata.kernels.cuda.experts import block_of, shape_of
+from strata.kernels.cuda.experts import down_launch, gate_up_launch, shape_of
 from strata.kernels.cuda.mailbox import Mailbox
 from strata.kernels.cuda.program import MAX_WINDOW, Program
 from strata.quant.layout import ExpertLayout
@@ -157,14 +157,13 @@ class ExpertStep:
             inner: tuple[torch.Tensor, ...] = (self._inner,)
         else:
             rows, inner = (self._codes, self._scales), (self._inner, self._inner_scales)
-        threads, shared = block_of(shape.wide)
+        one, other = gate_up_launch(shape), down_launch(shape)
         self._program.launch(
-            f"expert.{layout.format}_gate_up", (-(-layout.intermediate // 16), picks), threads,
-            shape, self._tasks, self._pick_rows, *rows, *inner, flags, self._num_tasks, shared=shared,
+            f"expert.{layout.format}_gate_up", (one.blocks, picks), one.threads,
+            shape, self._tasks, self._pick_rows, *rows, *inner, flags, self._num_tasks, shared=one.shared,
         )  # fmt: skip
-        threads, shared = block_of(shape.narrow)
         self._program.launch(
-            f"expert.{layout.format}_down", (-(-layout.hidden // 16), picks), threads,
+            f"expert.{layout.format}_down", (other.blocks, picks), other.threads,
             shape, self._tasks, self._pick_rows, self._pick_slots, *inner, self._parts, flags, self._num_tasks,
-            shared=shared,
+            shared=other.shared,
         )  # fmt: skip

@@ -10,24 +10,37 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from strata.errors import EngineError
+from strata.kernels.cuda.compile import KernelSource, compile_source
 from strata.quant.layout import ExpertLayout
 
-__all__ = ["CudaExpertKernel", "ExpertScratch", "Shape", "block_of", "shape_of"]
+__all__ = ["CudaExpertKernel", "ExpertLaunch", "ExpertScratch", "Shape", "down_launch", "gate_up_launch", "shape_of"]
 
-_SOURCE = Path(__file__).with_name("expert.cu")
-_HEADER = Path(__file__).resolve().parents[2] / "quant" / "exact.h"
 _ROWS_AT_ONCE = 4
-_MOST_WARPS = 24  # 768 threads a block: two blocks fit a multiprocessor
+_PLAIN_SHARED = 48 << 10  # bytes of dynamic shared memory that a block gets without asking
+_LEAST_WARPS, _MOST_WARPS = 2, 10  # the kernels are compiled for 320 threads at most
+# Units (segments of a pair of groups) that a warp takes one after the other. Flash-Next's gate and up are then 400
+# blocks of 5 warps for 10 experts, of which 4 fit a multiprocessor: one wave on an H200's 132.
+_UNITS_OF_GATE_UP_WARP, _UNITS_OF_DOWN_WARP = 4, 2
+_MOST_DOWN_SEGMENTS = 8  # above them a block of down takes one pair of groups, else two
 
 
 class Shape(ctypes.Structure):
-    """``Shape`` of expert.cu: widths, and superblocks of a row of gate and up, and of down."""
+    """``Shape`` of expert.cu: widths, superblocks of a row of gate and up, and of down, and the pairs of groups of 16
+    rows of down that a block computes."""
 
-    _fields_ = [(name, ctypes.c_int) for name in ("hidden", "intermediate", "wide", "narrow")]
+    _fields_ = [(name, ctypes.c_int) for name in ("hidden", "intermediate", "wide", "narrow", "pairs")]
+
+
+@dataclass(frozen=True)
+class ExpertLaunch:
+    """``blocks`` of a task, ``threads`` of a block, ``shared`` bytes of its dynamic shared memory."""
+
+    blocks: int
+    threads: int
+    shared: int
 
 
 @dataclass(frozen=True)
@@ -51,24 +64,7 @@ def _ask(answer: tuple[Any, ...], doing: str) -> Any:
 @cache
 def _image(architecture: int) -> bytes:
     """Machine code of expert.cu for a compute capability such as 90."""
-    from cuda.bindings import nvrtc
-
-    source, header = _SOURCE.read_bytes(), _HEADER.read_bytes()
-    program = _ask(nvrtc.nvrtcCreateProgram(source, b"expert.cu", 1, [header], [b"exact.h"]), "reading expert.cu")
-    options = [f"--gpu-architecture=sm_{architecture}".encode(), b"--std=c++17", b"--fmad=false"]
-    try:
-        status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
-        if int(status) != 0:
-            size = _ask(nvrtc.nvrtcGetProgramLogSize(program), "reading the compiler's log")
-            log = b" " * size
-            nvrtc.nvrtcGetProgramLog(program, log)
-            first = log.decode("utf-8", "replace").strip().splitlines()
-            raise EngineError(f"expert.cu does not compile for sm_{architecture}: {first[0] if first else status}")
-        image: bytes = b" " * _ask(nvrtc.nvrtcGetCUBINSize(program), "reading the machine code's size")
-        _ask(nvrtc.nvrtcGetCUBIN(program, image), "reading the machine code")
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-    return image
+    return compile_source(KernelSource.read("expert"), architecture)
 
 
 class CudaExpertKernel:
@@ -92,6 +88,11 @@ class CudaExpertKernel:
             )
         }
         self._shape = shape_of(layout)
+        for name, launch in (("gate_up", gate_up_launch(self._shape)), ("down", down_launch(self._shape))):
+            if launch.shared > _PLAIN_SHARED:
+                kind = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                answer = driver.cuFuncSetAttribute(self._functions[name], kind, launch.shared)
+                _ask(answer, f"asking for shared memory of the expert kernel's {name}")
 
     def scratch(self, rows: int, picks: int) -> ExpertScratch:
         """Bytes of the four scratch buffers of a call."""
@@ -113,13 +114,13 @@ class CudaExpertKernel:
         ``rows`` and ``slots`` are the picks (int32), ``codes`` and ``scales`` what ``quantise`` wrote, ``inner`` and
         ``inner_scales`` pick scratch, ``out`` FP32 rows of H, ``flags`` bytes a row. Ordered on the stream.
         """
-        shape, blobs = self._shape, ((self.layout.intermediate + 15) // 16, (self.layout.hidden + 15) // 16)
-        threads, shared = block_of(shape.wide)
+        shape = self._shape
+        one, other = gate_up_launch(shape), down_launch(shape)
         values = (shape, tasks, rows, codes, scales, inner, inner_scales, flags, 0)
-        self._launch("gate_up", (blobs[0], num_tasks), threads, shared, (values, (None, *_types("pppppppp"))), stream)
-        threads, shared = block_of(shape.narrow)
-        down = (shape, tasks, rows, slots, inner, inner_scales, out, flags, 0)
-        self._launch("down", (blobs[1], num_tasks), threads, shared, (down, (None, *_types("pppppppp"))), stream)
+        types = (None, *_types("pppppppp"))
+        self._launch("gate_up", (one.blocks, num_tasks), one.threads, one.shared, (values, types), stream)
+        values = (shape, tasks, rows, slots, inner, inner_scales, out, flags, 0)
+        self._launch("down", (other.blocks, num_tasks), other.threads, other.shared, (values, types), stream)
 
     def combine(self, parts: int, weights: int, rows: int, k: int, y: int, flags: int, stream: int = 0) -> None:
         """y[row] = sum over k in order of weights[row, k] * parts[row, k]."""
@@ -140,10 +141,28 @@ def _types(letters: str) -> tuple[Any, ...]:
 
 
 def shape_of(layout: ExpertLayout) -> Shape:
-    return Shape(layout.hidden, layout.intermediate, -(-layout.hidden // 64), -(-layout.intermediate // 64))
+    narrow = -(-layout.intermediate // 64)
+    pairs = 1 if (narrow + 1) // 2 > _MOST_DOWN_SEGMENTS else 2
+    return Shape(layout.hidden, layout.intermediate, -(-layout.hidden // 64), narrow, pairs)
 
 
-def block_of(superblocks: int) -> tuple[int, int]:
-    """Threads of a block and bytes of its shared memory: a warp a segment, two warps at least."""
-    segments = (superblocks + 1) // 2
-    return 32 * max(2, min(segments, _MOST_WARPS)), segments * _ROWS_AT_ONCE * 16 * 4
+def gate_up_launch(shape: Shape) -> ExpertLaunch:
+    """Blocks of 16 columns of gate and of up."""
+    return _launch_of(-(-shape.intermediate // 16), 1, shape.wide, _UNITS_OF_GATE_UP_WARP)
+
+
+def down_launch(shape: Shape) -> ExpertLaunch:
+    """Blocks of ``shape.pairs`` times 32 columns of down."""
+    return _launch_of(-(-shape.hidden // (32 * shape.pairs)), shape.pairs, shape.narrow, _UNITS_OF_DOWN_WARP)
+
+
+def _launch_of(blocks: int, pairs: int, superblocks: int, units_of_warp: int) -> ExpertLaunch:
+    units = pairs * ((superblocks + 1) // 2)
+    warps = max(_LEAST_WARPS, min(_MOST_WARPS, -(-units // units_of_warp)))
+    return ExpertLaunch(blocks, 32 * warps, _shared(superblocks, units))
+
+
+def _shared(superblocks: int, units: int) -> int:
+    """Bytes of ``Room`` of expert.cu: zeros, codes and scales of four rows, 32 sums of each unit and row."""
+    pitch = superblocks | 1
+    return 256 + _ROWS_AT_ONCE * (pitch * (64 + 16) + units * 32 * 4)

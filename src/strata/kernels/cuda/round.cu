@@ -42,7 +42,7 @@ extern "C" __global__ void begin(const int* host, int* inputs, int count, RoundS
 struct Task {  // as in expert.cu
     unsigned long long blob;
     float scales[3];
-    int first, count, unused;
+    int first, count, row;
 };
 
 struct PostShape {
@@ -134,7 +134,7 @@ __device__ void list_pick(const PostShape& shape, const PostTables& tables, cons
             for (int i = 0; i < 3; ++i) made.scales[i] = tables.scales[3 * flat + i];
             made.first = before;
             made.count = same;
-            made.unused = 0;
+            made.row = p / shape.top_k;
             list.tasks[task] = made;
         }
     }
