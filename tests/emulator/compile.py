@@ -13,6 +13,7 @@ import hashlib
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -59,6 +60,13 @@ class EmulatedSource:
     def entry(self, name: str) -> ctypes._NamedFuncPointer:
         """The C function of a kernel. Raises ``AttributeError`` for an entry that the file does not have."""
         return self._library[f"emulated_{name}"]
+
+    def set_late(self, words: Sequence[tuple[int, int]]) -> None:
+        """Addresses of int32 words whose present value the launches from now on see only once they have waited for the
+        launch before, and what they see until then."""
+        addresses = (ctypes.c_void_p * max(1, len(words)))(*[address for address, _ in words])
+        before = (ctypes.c_int * max(1, len(words)))(*[value for _, value in words])
+        self._library.strata_emulated_late(len(words), addresses, before)
 
     def message(self) -> str:
         text: bytes = self._library.strata_emulated_message()

@@ -169,7 +169,16 @@ struct Shared {
     }
 };
 
+// Words that the launch before writes so late that a block sees the old ones until it waits for that launch.
+constexpr int kLate = 4;
+static int *late_at[kLate], late_before[kLate], late_after[kLate], num_late;
+
+static inline void previous_ends() {
+    for (int i = 0; i < num_late; ++i) *late_at[i] = late_after[i];
+}
+
 static void run_block() {
+    for (int i = 0; i < num_late; ++i) *late_at[i] = late_before[i];
     for (int i = 0; i < num_regions; ++i) poison(regions[i].data, regions[i].bytes);
     arrived = barrier_count = 0;
     for (int i = 0; i < threads; ++i) {
@@ -332,6 +341,16 @@ static int launch(void (*kernel)(A...), const char* letters, const int* sizes, v
 }  // namespace emulated
 
 extern "C" const char* strata_emulated_message() { return emulated::message; }
+
+// For the launches from now on: words whose value now is seen late, and what is there before.
+extern "C" void strata_emulated_late(int count, int** at, const int* before) {
+    emulated::num_late = count < emulated::kLate ? count : emulated::kLate;
+    for (int i = 0; i < emulated::num_late; ++i) {
+        emulated::late_at[i] = at[i];
+        emulated::late_before[i] = before[i];
+        emulated::late_after[i] = *at[i];
+    }
+}
 
 static inline void __syncthreads() { emulated::barrier(0); }
 static inline int __syncthreads_count(int predicate) { return emulated::barrier(predicate != 0); }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -50,7 +51,7 @@ class _Prepared:
 
     def run(self) -> None:
         for launch, call in self._calls:
-            problem = call(self._machine.backward)
+            problem = call(self._machine.backward, self._machine.late)
             if problem is not None:
                 self._machine.problems.append(f"{launch.kernel}: {problem}")
                 return
@@ -70,7 +71,8 @@ class _Call:
         addresses = (ctypes.c_void_p * max(1, count))(*[ctypes.addressof(value) for _, value in self._values])
         self._arguments = (letters, sizes, addresses, (ctypes.c_int * 3)(*launch.grid), launch.block, launch.shared)
 
-    def __call__(self, backward: bool) -> str | None:
+    def __call__(self, backward: bool, late: Sequence[tuple[torch.Tensor, int]]) -> str | None:
+        self._source.set_late([(word.data_ptr(), before) for word, before in late])
         return self._source.message() if self._function(*self._arguments, int(backward)) else None
 
 
@@ -90,13 +92,15 @@ def _as_c(argument: Argument) -> tuple[str, ctypes._SimpleCData[int] | ctypes.c_
 
 class EmulatedMachine:
     """``backward`` runs the blocks of a grid and the threads of a block in the opposite order: what depends on an
-    order that a GPU does not promise then gives other results."""
+    order that a GPU does not promise then gives other results. ``late``: int32 words (of one element) that every launch
+    sees with an older value until it has waited for the launch before."""
 
     def __init__(self, *, backward: bool = False, multiprocessors: int = 3) -> None:
         self.device = torch.device("cpu")
         self.multiprocessors = multiprocessors
         self.backward = backward
         self.problems: list[str] = []
+        self.late: Sequence[tuple[torch.Tensor, int]] = ()
 
     def prepare(self, launches: list[Launch]) -> _Prepared:
         return _Prepared([(launch, _Call(launch)) for launch in launches], self)

@@ -78,6 +78,7 @@ class RecordedModel:
         self.state.begin(ids)
         self._inputs.ids[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
         self._inputs.position[0], self._inputs.accepted[0] = self.state.length, self.state.accepted
+        self._inputs.turn[0] = self.state.turn
         for part in parts:
             part()
         self.state.folded()
@@ -147,7 +148,7 @@ INDEX = {
     "index.block_scores": 1,
     "index.select_blocks": 1,
 }
-DELTA = {"linear.linears": 2, "delta.delta_inputs": 1, "delta.gated_delta": 1}
+DELTA = {"linear.linears": 2, "delta_step.delta_step": 1}
 MIXERS = {"streams.mix_down": 2, "streams.mix_up": 2}
 
 
@@ -174,7 +175,7 @@ def test_launches_of_a_layer() -> None:
     kinds = Counter(model.config.layer_kinds)  # type: ignore[attr-defined]
     blocks = len(model.config.ngram.blocks)  # type: ignore[attr-defined]
     # The layer before an n-gram embedding ends in sums that no mix reads first.
-    ngram = {"linear.linears": 2, "streams.ngram_gate": 1, "delta.causal_conv": 1, "pointwise.pairwise": 2}
+    ngram = {"linear.linears": 1, "streams.ngram_gate": 1, "delta.causal_conv": 1}
     ngram |= {"pointwise.sigmoid_scale": 1, "streams.hyper_add": 1}
     every = Counter(MIXERS) + Counter({"linear.linears": 2, "pointwise.router": 1})
     expected = Counter()

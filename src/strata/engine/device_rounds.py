@@ -74,9 +74,9 @@ class DeviceRounds:
         self._ticket = 0
         self._rounds: dict[tuple[int, bool], _Round] = {}
         self._current: DeviceSequence | None = None
-        whole = torch.zeros(MAX_WINDOW + 3, dtype=torch.int32, device=device)
-        self._words, self._ticket_word = whole, whole[MAX_WINDOW + 2 :]
-        self._inputs = RoundInputs(whole[2 : MAX_WINDOW + 2], whole[:1], whole[1:2])
+        whole = torch.zeros(MAX_WINDOW + 4, dtype=torch.int32, device=device)
+        self._words, self._ticket_word = whole, whole[MAX_WINDOW + 3 :]
+        self._inputs = RoundInputs(whole[3 : MAX_WINDOW + 3], whole[:1], whole[1:2], whole[2:3])
         self._memory = RoundMemory.on(device)
         self._backend = backend
         self._owned = ExitStack()
@@ -196,9 +196,9 @@ class DeviceRounds:
         self._ticket = self._ticket % 0x3FFFFF + 1
         words = self._mailbox.inputs
         words[0], words[1] = self._ticket, self.limit_ms * 1000
-        words[2], words[3] = self.state.length, self.state.accepted
-        words[4 : 4 + len(ids)] = ids
-        words[4 + MAX_WINDOW] = self._ticket
+        words[2], words[3], words[4] = self.state.length, self.state.accepted, self.state.turn
+        words[5 : 5 + len(ids)] = ids
+        words[5 + MAX_WINDOW] = self._ticket
 
     def _settle(self) -> None:
         """Waits for the rounds' stream and for torch's own, which fills tensors between rounds."""

@@ -3,9 +3,11 @@
 Lives in ``kvcache`` because it has the parts of a ``SequenceState`` with their meaning, only that a part appends
 launches where a ``SequenceState`` computes: the position and the number of accepted rows are read from device memory.
 Rows of a window are recorded; the next round folds the accepted ones, so a round that was given up can be repeated:
-whatever becomes of it, its fold has happened, and nothing else was committed. It must not know models.
+whatever becomes of it, its fold has happened, and nothing else was committed. What is recorded has two copies that take
+turns (``kernels.cuda.records``): every round that has run has moved on the one that it read to the one that it wrote.
+It must not know models.
 
-Legend: T rows, W rows of the widest window, U tail rows, C channels.
+Legend: T rows, W rows of the widest window, C channels.
 """
 
 from __future__ import annotations
@@ -17,56 +19,20 @@ from functools import partial
 import torch
 
 from strata.errors import RequestError
-from strata.kernels.cuda.copies import floats_at, record_copies, record_copy_from
+from strata.kernels.cuda.copies import floats_at, record_copy_in
 from strata.kernels.cuda.program import MAX_WINDOW, Address, Program, RoundInputs
+from strata.kernels.cuda.records import DeltaRecord, TailRecord
 from strata.kernels.cuda.rotary import RecordedRotary
 from strata.kernels.ops import DeltaRows
 from strata.kvcache.attention_cache import AttentionCache, IndexCache
 from strata.kvcache.parts import GatherRows, RotaryTable
-from strata.kvcache.recurrent_state import ConvolutionTail, DeltaState
+from strata.kvcache.recurrent_state import ConvolutionTail
 from strata.kvcache.sequence_state import SequenceState
 
 __all__ = ["DeviceState", "RecordedState"]
 
-_TAIL_THREADS = 256
-
-
 TakePinned = Callable[[int], tuple[int, int]]
 """From bytes to (host address, device address) of page-locked memory."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Tail:
-    """A convolution's tail and the rows recorded since, W x C."""
-
-    rows_UC: torch.Tensor
-    recorded_WC: torch.Tensor
-
-    @classmethod
-    def of(cls, tail: ConvolutionTail) -> _Tail:
-        rows_UC = tail.rows_UC
-        return cls(rows_UC, torch.zeros(MAX_WINDOW, rows_UC.shape[1], device=rows_UC.device))
-
-
-@dataclass(frozen=True, eq=False)
-class _Delta:
-    """A delta net's matrix, its tail, and W rows of which the accepted ones are to be folded."""
-
-    state_NDV: torch.Tensor
-    tail: _Tail
-    pending: DeltaRows
-
-    @classmethod
-    def of(cls, state: DeltaState) -> _Delta:
-        tail, state_NDV = _Tail.of(state.tail), state.state_NDV
-        heads, key_width, value_width = state_NDV.shape
-        key_heads = (tail.rows_UC.shape[1] - heads * value_width) // (2 * key_width)
-
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(MAX_WINDOW, *shape, device=state_NDV.device)
-
-        pending = DeltaRows(zeros(key_heads, key_width), zeros(heads, value_width), zeros(heads), zeros(heads))
-        return cls(state_NDV, tail, pending)
 
 
 class _NgramRows:
@@ -82,48 +48,45 @@ class _NgramRows:
         self._host_WD[: rows_TD.shape[0]] = rows_TD
 
     def record(self, program: Program, rows: int) -> torch.Tensor:
-        record_copy_from(program, Address(self._alias), self.device_WD[:rows])
+        record_copy_in(program, Address(self._alias), self.device_WD[:rows])
         return self.device_WD[:rows]
 
 
 class DeviceState:
     """Owns a ``SequenceState``'s tensors on the device for one sequence at a time; ``record`` gives a program its view.
 
-    ``length`` counts committed positions, ``accepted`` the rows of the last round that the next one folds.
+    ``length`` counts committed positions, ``accepted`` the rows of the last round that the next one folds; ``turn`` is
+    the copy of the records that the last round has written.
     """
 
     def __init__(self, state: SequenceState, inputs: RoundInputs, take_pinned: TakePinned) -> None:
         self.max_positions = state.max_positions
         self.length = 0
         self.accepted = 0
+        self.turn = 0
         self._state = state
         self._inputs = inputs
         self._take_pinned = take_pinned
         self._recorded = 0
-        self._deltas = {layer: _Delta.of(delta) for layer, delta in state.delta.items()}
-        self._ngram_tails = {layer: _Tail.of(ngram.tail) for layer, ngram in state.ngram.items()}
+        self._deltas = {
+            layer: DeltaRecord.zeros(_take_tail(delta.tail), delta.state_NDV) for layer, delta in state.delta.items()
+        }
+        self._ngram_tails = {layer: _take_tail(ngram.tail) for layer, ngram in state.ngram.items()}
         self._ngram_rows: dict[int, _NgramRows] = {}
         self._rotary: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        tails = [*self._ngram_tails.values(), *(delta.tail for delta in self._deltas.values())]
-        self._tails = tails
-        rows = [
-            [t.rows_UC.data_ptr(), t.recorded_WC.data_ptr(), t.rows_UC.shape[0] | t.rows_UC.shape[1] << 32]
-            for t in tails
-        ]
-        self._tail_table = torch.tensor(rows, dtype=torch.int64, device=inputs.ids.device) if rows else None
+        self._tails = [*self._ngram_tails.values(), *(delta.tail for delta in self._deltas.values())]
 
     def record(self, program: Program, rows: int) -> RecordedState:
-        """The state as a forward of ``rows`` rows sees it. Appends the fold of the convolutions' tails."""
-        if self._tail_table is not None:
-            widest = max(tail.rows_UC.shape[1] for tail in self._tails)
-            program.launch(
-                "state.commit_tails", (-(-widest // _TAIL_THREADS), len(self._tails)), _TAIL_THREADS,
-                self._tail_table, self._inputs.accepted,
-            )  # fmt: skip
+        """The state as a forward of ``rows`` rows sees it."""
         state = self._state
+        program.tails.update((tail.stand_in_UC.data_ptr(), tail) for tail in self._tails)
+        program.deltas.update((state.delta[layer].state_NDV.data_ptr(), one) for layer, one in self._deltas.items())
         return RecordedState(
             {layer: _RecordedCache(program, self._inputs, cache) for layer, cache in state.attention.items()},
-            {layer: _RecordedDelta(program, delta) for layer, delta in self._deltas.items()},
+            {
+                layer: _RecordedDelta(program, state.delta[layer].state_NDV, record.tail)
+                for layer, record in self._deltas.items()
+            },
             {
                 layer: _RecordedNgram(program, tail, partial(self._rows_of, layer))
                 for layer, tail in self._ngram_tails.items()
@@ -151,6 +114,7 @@ class DeviceState:
     def folded(self) -> None:
         """The round has run to its end, for good or not: what was accepted before is part of the state now."""
         self.accepted = 0
+        self.turn = 1 - self.turn
 
     def commit(self, accepted: int) -> None:
         """Accepts the first rows of the last round and forgets the others."""
@@ -170,23 +134,23 @@ class DeviceState:
     def reset(self) -> None:
         """An empty sequence. Keys and values of before lie behind its length and are never read."""
         self.length = self.accepted = self._recorded = 0
-        for delta in self._deltas.values():
+        for delta in self._state.delta.values():
             delta.state_NDV.zero_()
         for tail in self._tails:
-            tail.rows_UC.zero_()
+            tail.rows_SRC.zero_()
         for ngram in self._state.ngram.values():
             ngram.history.clear()
 
     @property
     def nbytes(self) -> int:
-        pending = [t for delta in self._deltas.values() for t in vars(delta.pending).values()]
         others = [
-            *(tail.recorded_WC for tail in self._tails),
-            *pending,
+            *(tail.rows_SRC for tail in self._tails),
             *(rows.device_WD for rows in self._ngram_rows.values()),
+            *(t for pair in self._rotary.values() for t in pair),
         ]
-        others += [t for pair in self._rotary.values() for t in pair]
-        return int(self._state.nbytes + sum(t.nbytes for t in others))
+        counted = sum(tail.stand_in_UC.nbytes for tail in self._tails)  # by the sequence state
+        records = sum(delta.nbytes for delta in self._deltas.values())
+        return int(self._state.nbytes - counted + records + sum(t.nbytes for t in others))
 
     def _rows_of(self, layer: int, gather: GatherRows, width: int) -> _NgramRows:
         if layer not in self._ngram_rows:
@@ -261,45 +225,42 @@ class _RecordedCache:
 
 
 class _RecordedTail:
-    """See ``ConvolutionTail``; the tail was folded at the start of the round."""
+    """See ``ConvolutionTail``; the convolution's launch records its rows."""
 
-    def __init__(self, program: Program, tail: _Tail) -> None:
-        self.rows_UC = tail.rows_UC
-        self._program, self._tail = program, tail
+    def __init__(self, program: Program, tail: TailRecord) -> None:
+        self.rows_UC = tail.stand_in_UC
+        self._program = program
 
     def record(self, x_TC: torch.Tensor, *, certain: bool) -> None:
-        record_copies(self._program, [(x_TC, self._tail.recorded_WC)])
+        assert self._program.recorded.pop(self.rows_UC.data_ptr()) == x_TC.data_ptr(), "a launch has taken other rows"
 
 
 class _RecordedDelta:
-    """See ``DeltaState``. ``pending`` has W rows; how many count is read from device memory."""
+    """See ``DeltaState``. The step's launch folds and records rows itself."""
 
-    def __init__(self, program: Program, delta: _Delta) -> None:
-        self.state_NDV = delta.state_NDV
-        self.pending: DeltaRows | None = delta.pending
-        self.tail = _RecordedTail(program, delta.tail)
-        self._program, self._delta = program, delta
+    def __init__(self, program: Program, state_NDV: torch.Tensor, tail: TailRecord) -> None:
+        self.state_NDV = state_NDV
+        self.pending: DeltaRows | None = None
+        self.tail = _RecordedTail(program, tail)
 
     def record(self, qkv_TC: torch.Tensor, rows: DeltaRows, *, written: bool) -> None:
-        pending = self._delta.pending
-        record_copies(
-            self._program,
-            [
-                (qkv_TC, self._delta.tail.recorded_WC),
-                (rows.k_TGD, pending.k_TGD),
-                (rows.v_TNV, pending.v_TNV),
-                (rows.beta_TN, pending.beta_TN),
-                (rows.g_TN, pending.g_TN),
-            ],
-        )
+        self.tail.record(qkv_TC, certain=written)
 
 
 class _RecordedNgram:
     """See ``NgramState``; the rows are gathered by the host before the round."""
 
-    def __init__(self, program: Program, tail: _Tail, rows_of: Callable[[GatherRows, int], _NgramRows]) -> None:
+    def __init__(self, program: Program, tail: TailRecord, rows_of: Callable[[GatherRows, int], _NgramRows]) -> None:
         self.tail = _RecordedTail(program, tail)
         self._program, self._rows_of = program, rows_of
 
     def embedded(self, gather: GatherRows, ids: Sequence[int], width: int) -> torch.Tensor:
         return self._rows_of(gather, width).record(self._program, len(ids))
+
+
+def _take_tail(tail: ConvolutionTail) -> TailRecord:
+    """A record in place of the tail's own memory."""
+    tail_rows, channels = tail.rows_UC.shape
+    record = TailRecord.zeros(tail_rows, channels, tail.rows_UC.device)
+    tail.rows_UC = record.stand_in_UC
+    return record

@@ -56,8 +56,8 @@ class NgramEmbedding:
     def forward(self, ops: Ops, x_TSH: torch.Tensor, rows: Rows, state: NgramPart) -> torch.Tensor:
         """The streams with the n-gram features added; records the rows' ids and convolution inputs."""
         embedded = state.embedded(self.gather, rows.ids, self.key.columns)
-        key_TSH = ops.linear(embedded, self.key).view(x_TSH.shape)
-        gated_TSH, normed_TSH = ops.ngram_gate(key_TSH, ops.linear(embedded, self.value), x_TSH, self.weights)
+        key_TX, value_TH = ops.linears(embedded, [self.key, self.value])
+        gated_TSH, normed_TSH = ops.ngram_gate(key_TX.view(x_TSH.shape), value_TH, x_TSH, self.weights)
         normed_TC = normed_TSH.reshape(normed_TSH.shape[0], -1)
         spread_TC = ops.causal_conv(normed_TC, state.tail.rows_UC, self.conv_CW, self.dilation)
         state.tail.record(normed_TC, certain=rows.certain)

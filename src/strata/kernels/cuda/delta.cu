@@ -1,8 +1,7 @@
 // The gated delta net: causal convolution, the inputs of the recurrence, the recurrence, the gated norm.
 //
-// `gated_delta` is bound by the state: N x D x V x 4 bytes read, and written when rows are folded (3.1 MB each way for
-// 48 x 128 x 128: 0.8 us at 4.1 TB/s). Folding and the window run one function for a row, so folding row by row, or as
-// windows of any size, gives the same bits.
+// Each operation by itself; a recorded round has a layer's in one launch (delta_step.cu), with the same bits.
+#include "delta.h"
 #include "device.h"
 #include "rows.h"
 
@@ -10,12 +9,12 @@ using namespace strata;
 using namespace strata::rows;
 
 // silu of the depthwise convolution at row t of z = tail ++ x, taps rising, the last one at the row itself.
-__device__ __forceinline__ float convolve(const float* x, const float* tail, const float* weight, int channels, int taps,
-                                          int dilation, int t, int c) {
-    const int tail_rows = (taps - 1) * dilation;
+__device__ __forceinline__ float convolve(const float* x, const float* tail, const float* weight, int channels,
+                                          int taps, int t, int c) {
+    const int tail_rows = taps - 1;
     float sum = 0.0f;
     for (int w = 0; w < taps; ++w) {
-        const int z = t + w * dilation;
+        const int z = t + w;
         const float value = z < tail_rows ? tail[static_cast<long long>(z) * channels + c]
                                           : x[static_cast<long long>(z - tail_rows) * channels + c];
         sum = w == 0 ? weight[c * taps] * value : fused(weight[c * taps + w], value, sum);
@@ -23,20 +22,55 @@ __device__ __forceinline__ float convolve(const float* x, const float* tail, con
     return silu(sum);
 }
 
-extern "C" __global__ void causal_conv(const float* x, const float* tail, const float* weight, int rows, int channels,
-                                       int taps, int dilation, float* y) {
-    device::wait_for_previous();
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < rows * channels; i += gridDim.x * blockDim.x)
-        y[i] = convolve(x, tail, weight, channels, taps, dilation, i / channels, i % channels);
-}
-
-struct DeltaShape {
-    const float *qkv, *tail, *conv, *b, *a, *log_decay, *dt_bias;
-    float *q, *k, *v, *beta, *g;
-    int taps, key_heads, value_heads, key_width, value_width, unused;
-    float scale;  // of queries
-    int unused_too;
+struct ConvStep {
+    const float *x, *tail, *weight;      // T x C; U x C; C x taps
+    float* kept;                         // 2 x (U + W) x C, or null: the rows before x are `tail`
+    const int* turn;                     // the copy of `kept` that the round before has written
+    const float *first, *second;         // T x C or null: y = second + (first + conv)
+    float* y;
+    int rows, channels, taps, dilation;
 };
+
+// Grid (blocks of channels, T), a thread a channel; with `kept` (.., T + U + T): the rows after the first T write what
+// the next round has before its own rows.
+extern "C" __global__ void causal_conv(Inputs inputs, const ConvStep s) {
+    constexpr int kAhead = 4;
+    const int c = blockIdx.x * blockDim.x + threadIdx.x, tail_rows = (s.taps - 1) * s.dilation;
+    const int t = blockIdx.y, own = min(c, s.channels - 1);
+    device::let_next_start();
+    float weight[kAhead], values[kAhead];
+#pragma unroll
+    for (int w = 0; w < kAhead; ++w) weight[w] = w < s.taps ? s.weight[own * s.taps + w] : 0.0f;
+    device::wait_for_previous();
+    const float* tail = s.tail;
+    const int copy = (tail_rows + kMaxWindow) * s.channels;
+    int turn = 0;
+    if (s.kept != nullptr) {
+        turn = *s.turn & 1;
+        tail = s.kept + turn * copy + max(0, min(*inputs.accepted, kMaxWindow)) * s.channels;
+    }
+    if (c >= s.channels) return;
+    const auto row = [&](int z) {
+        return z < tail_rows ? tail[z * s.channels + c] : s.x[(z - tail_rows) * s.channels + c];
+    };
+    if (t >= s.rows) {
+        s.kept[(turn ^ 1) * copy + (t - s.rows) * s.channels + c] = row(t - s.rows);
+        return;
+    }
+    const int at = t * s.channels + c;
+#pragma unroll
+    for (int w = 0; w < kAhead; ++w) values[w] = w < s.taps ? row(t + w * s.dilation) : 0.0f;
+    const float first = s.first == nullptr ? 0.0f : s.first[at], second = s.second == nullptr ? 0.0f : s.second[at];
+    float sum = weight[0] * values[0];
+#pragma unroll
+    for (int w = 1; w < kAhead; ++w)
+        if (w < s.taps) sum = fused(weight[w], values[w], sum);
+    for (int w = kAhead; w < s.taps; ++w) sum = fused(s.weight[c * s.taps + w], row(t + w * s.dilation), sum);
+    float y = silu(sum);
+    if (s.first != nullptr) y = first + y;
+    if (s.second != nullptr) y = second + y;
+    s.y[at] = y;
+}
 
 constexpr int kWidestHead = 256;
 
@@ -49,9 +83,8 @@ extern "C" __global__ void delta_inputs(const DeltaShape s) {
     if (head == 2 * s.key_heads + s.value_heads) {
         for (int n = threadIdx.x; n < s.value_heads; n += blockDim.x) {
             const int at = t * s.value_heads + n;
-            const float step = s.a[at] + s.dt_bias[n];
             s.beta[at] = sigmoid(s.b[at]);
-            s.g[at] = -(expf(s.log_decay[n]) * (step > 20.0f ? step : log1pf(expf(step))));
+            s.g[at] = log_decay_of(s.a[at], s.dt_bias[n], s.log_decay[n]);
         }
         return;
     }
@@ -59,12 +92,12 @@ extern "C" __global__ void delta_inputs(const DeltaShape s) {
         const int n = head - 2 * s.key_heads;
         for (int i = threadIdx.x; i < s.value_width; i += blockDim.x)
             s.v[(static_cast<long long>(t) * s.value_heads + n) * s.value_width + i] =
-                convolve(s.qkv, s.tail, s.conv, channels, s.taps, 1, t, 2 * keys + n * s.value_width + i);
+                convolve(s.qkv, s.tail, s.conv, channels, s.taps, t, 2 * keys + n * s.value_width + i);
         return;
     }
     float sum = 0.0f;
     for (int i = threadIdx.x; i < s.key_width; i += blockDim.x) {
-        const float value = convolve(s.qkv, s.tail, s.conv, channels, s.taps, 1, t, head * s.key_width + i);
+        const float value = convolve(s.qkv, s.tail, s.conv, channels, s.taps, t, head * s.key_width + i);
         values[i] = value;
         sum = fused(value, value, sum);
     }
@@ -87,54 +120,16 @@ struct StateShape {
     int rows, key_heads, value_heads, key_width, value_width, unused;
 };
 
-constexpr int kColumns = 32, kWarps = 4;
-
-// One row on the state that the block holds: thread (warp, lane) has rows warp * kSlice .. of column `lane`. Sums over D
-// run over a thread's rows rising, then over warps rising. `sums` holds 2 x kWarps x 32 floats: for S^T k and S^T q.
-template <int kSlice>
-__device__ __forceinline__ float delta_row(float* state, const float* k, const float* q, float v, float beta, float decay,
-                                           float* sums) {
-    const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * kSlice;
-    float part = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kSlice; ++i) part = fused(k[first + i], state[i], part);
-    sums[(threadIdx.x >> 5) * 32 + lane] = part;
-    __syncthreads();
-    float known = sums[lane];
-#pragma unroll
-    for (int w = 1; w < kWarps; ++w) known += sums[w * 32 + lane];
-    const float change = (v - known * decay) * beta;
-    part = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kSlice; ++i) {
-        state[i] = fused(k[first + i], change, state[i] * decay);
-        if (q != nullptr) part = fused(q[first + i], state[i], part);
-    }
-    if (q != nullptr) sums[(kWarps + (threadIdx.x >> 5)) * 32 + lane] = part;
-    __syncthreads();
-    float out = 0.0f;
-    if (q != nullptr) {
-        out = sums[kWarps * 32 + lane];
-#pragma unroll
-        for (int w = 1; w < kWarps; ++w) out += sums[(kWarps + w) * 32 + lane];
-    }
-    return out;
-}
-
 // Grid (tiles of 32 columns, N), 128 threads. Shared memory: (8 + 2 T) x 4 kSlice floats of keys and queries.
 template <int kSlice>
 __device__ void run_state(const Inputs& inputs, const StateShape& s, float* vectors) {
-    __shared__ float sums[2 * kWarps * 32];
+    __shared__ float sums[2 * kThreads], outs[kMaxWindow * kThreads];
     constexpr int kWide = kSlice * kWarps;
-    const int n = blockIdx.y, group = n / (s.value_heads / s.key_heads), lane = threadIdx.x & 31;
-    const int column = blockIdx.x * kColumns + lane, first = (threadIdx.x >> 5) * kSlice;
-    const bool is_inside = column < s.value_width;
+    const Tile tile(s.state, s.key_width, s.value_width, kSlice);
+    const int n = tile.n, group = n / (s.value_heads / s.key_heads);
     float state[kSlice];
-    float* place = s.state + (static_cast<long long>(n) * s.key_width + first) * s.value_width + column;
     device::wait_for_previous();
-#pragma unroll
-    for (int i = 0; i < kSlice; ++i)
-        state[i] = is_inside && first + i < s.key_width ? place[static_cast<long long>(i) * s.value_width] : 0.0f;
+    tile.load(state);
     const int folded = s.pending.k == nullptr ? 0 : max(0, min(*inputs.accepted, kMaxWindow));
     float *now = vectors + kMaxWindow * kWide, *queries = now + s.rows * kWide;
     for (int i = threadIdx.x; i < (folded + 2 * s.rows) * kWide; i += blockDim.x) {
@@ -146,28 +141,24 @@ __device__ void run_state(const Inputs& inputs, const StateShape& s, float* vect
         (is_pending ? vectors : is_now ? now : queries)[t * kWide + d] = value;
     }
     __syncthreads();
-    for (int t = 0; t < folded; ++t) {
-        const int at = t * s.value_heads + n;
-        const float v = is_inside ? s.pending.v[static_cast<long long>(at) * s.value_width + column] : 0.0f;
-        delta_row<kSlice>(state, vectors + t * kWide, nullptr, v, s.pending.beta[at], expf(s.pending.g[at]), sums);
+    for (int t = 0; t < folded + s.rows; ++t) {
+        if (t == folded && folded > 0) tile.store(state);
+        const bool is_pending = t < folded;
+        const DeltaRows& rows = is_pending ? s.pending : s.now;
+        const int row = is_pending ? t : t - folded, at = row * s.value_heads + n;
+        const float v = tile.is_inside ? rows.v[at * s.value_width + tile.column] : 0.0f;
+        delta_row<kSlice>(state, (is_pending ? vectors : now) + row * kWide,
+                          is_pending ? nullptr : queries + row * kWide, v, rows.beta[at], expf(rows.g[at]),
+                          sums + (t & 1) * kThreads, outs + row * kThreads);
     }
-    if (folded > 0 && is_inside)
-#pragma unroll
-        for (int i = 0; i < kSlice; ++i)
-            if (first + i < s.key_width) place[static_cast<long long>(i) * s.value_width] = state[i];
-    for (int t = 0; t < s.rows; ++t) {
-        const int at = t * s.value_heads + n;
-        const float v = is_inside ? s.now.v[static_cast<long long>(at) * s.value_width + column] : 0.0f;
-        const float out = delta_row<kSlice>(state, now + t * kWide, queries + t * kWide, v, s.now.beta[at],
-                                            expf(s.now.g[at]), sums);
-        if (is_inside && threadIdx.x < 32) s.out[static_cast<long long>(at) * s.value_width + column] = out;
-    }
+    __syncthreads();
+    write_outs(tile, outs, s.rows, s.value_heads, s.out);
 }
 
-#define STRATA_GATED_DELTA(SLICE)                                                                            \
+#define STRATA_GATED_DELTA(SLICE)                                                                              \
     extern "C" __global__ void __launch_bounds__(128) gated_delta_##SLICE(Inputs inputs, const StateShape s) { \
-        extern __shared__ float vectors[];                                                                   \
-        run_state<SLICE>(inputs, s, vectors);                                                                \
+        extern __shared__ float4 vectors[];                                                                    \
+        run_state<SLICE>(inputs, s, reinterpret_cast<float*>(vectors));                                        \
     }
 
 STRATA_GATED_DELTA(8)

@@ -35,7 +35,7 @@ __device__ __forceinline__ unsigned long long nanoseconds() {
 __device__ __forceinline__ void pause() { emulated::pause(); }
 
 __device__ __forceinline__ void let_next_start() {}
-__device__ __forceinline__ void wait_for_previous() {}
+__device__ __forceinline__ void wait_for_previous() { emulated::previous_ends(); }
 
 #else
 

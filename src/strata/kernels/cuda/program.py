@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from strata.kernels.cuda.records import DeltaRecord, TailRecord
 
 __all__ = [
     "MAX_WINDOW",
@@ -52,12 +55,19 @@ class Launch:
 
 @dataclass(eq=False)
 class Program:
-    """Launches in order. ``empty`` and ``zeros`` allocate on the device and live as long as the program."""
+    """Launches in order. ``empty`` and ``zeros`` allocate on the device and live as long as the program.
+
+    ``tails`` and ``deltas`` are what a sequence keeps between rounds, by the address of the tensor that layers hand on
+    for it (a tail's stand-in, a state); ``recorded``: the address of the rows that a launch puts into such a tail.
+    """
 
     device: torch.device
     multiprocessors: int = 1
     launches: list[Launch] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
+    tails: dict[int, TailRecord] = field(default_factory=dict)
+    deltas: dict[int, DeltaRecord] = field(default_factory=dict)
+    recorded: dict[int, int] = field(default_factory=dict)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
@@ -89,18 +99,20 @@ class RoundInputs:
     """What a round reads from device memory, int32; written by the conductor between rounds. Owns its tensors.
 
     ``ids`` [MAX_WINDOW]: the window's tokens. ``position`` [1]: committed positions, where the window starts.
-    ``accepted`` [1]: how many rows of the window before are to be folded into recurrent state.
+    ``accepted`` [1]: how many rows of the window before are to be folded into recurrent state. ``turn`` [1]: which of
+    its two copies the window before has written (``records``), 0 or 1.
     """
 
     ids: torch.Tensor
     position: torch.Tensor
     accepted: torch.Tensor
+    turn: torch.Tensor
 
     @classmethod
     def on(cls, device: torch.device) -> RoundInputs:
-        """All three as views of one tensor, so that one copy fills them."""
-        whole = torch.zeros(MAX_WINDOW + 2, dtype=torch.int32, device=device)
-        return cls(whole[2:], whole[:1], whole[1:2])
+        """All as views of one tensor, so that one copy fills them."""
+        whole = torch.zeros(MAX_WINDOW + 3, dtype=torch.int32, device=device)
+        return cls(whole[3:], whole[:1], whole[1:2], whole[2:3])
 
 
 @dataclass(frozen=True)

@@ -50,11 +50,11 @@ class Recorder:
     def __init__(self, program: Program, inputs: RoundInputs, shared_bytes: int = 48 << 10) -> None:
         self.program = program
         self.shared_bytes = shared_bytes
-        self._round_inputs = inputs
+        self.turn = inputs.turn
         self._waiting: _PutOff | None = None
         self._scratch: dict[str, torch.Tensor] = {}
         self.inputs = _Inputs(inputs.ids.data_ptr(), inputs.position.data_ptr(), inputs.accepted.data_ptr())
-        program.kept += [inputs.ids, inputs.position, inputs.accepted]
+        program.kept += [inputs.ids, inputs.position, inputs.accepted, inputs.turn]
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self.program.empty(*shape, dtype=dtype)

@@ -19,6 +19,7 @@ THREADS = 256
 NARROW = 1024  # columns up to which a warp takes a row of a norm
 MOST_EXPERTS = 64 * 32
 MOST_PARTS = 4  # of one norm_rope
+MOST_ADDED = 2  # of one causal_conv
 WIDEST_HEAD = 256
 ARGMAX_COLUMNS = 4096  # of a part
 
@@ -119,9 +120,18 @@ class RowOps(Recorder):
         return self._pairwise(1, gate, x) if gate.shape == x.shape else self._scale(gate, x, None)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Put off: ``rms_norm`` of its result takes it into its own launch."""
+        """Put off: ``rms_norm`` of its result takes it into its own launch. Up to two sums with what may be added to
+        where it is made ("sum") are done there."""
         agree("shapes of a pair", x.shape, y.shape)
         sum_xy = self.empty(*x.shape)
+        made = self.take("sum", y)
+        if made is not None:
+            launch, before = made
+            added = (*before, x)
+            if len(added) == MOST_ADDED:
+                launch(sum_xy, added)
+                return sum_xy
+            return self.put_off("sum", sum_xy, lambda: launch(sum_xy, added), launch, added)
         return self.put_off("add", sum_xy, lambda: self._pair(2, x, y, sum_xy), x, y)
 
     def add_gated(self, y_TH: torch.Tensor, gate_T1: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:

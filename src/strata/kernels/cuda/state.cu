@@ -1,35 +1,14 @@
 // A sequence's state in device memory: rows are written where the committed position says, which is read from memory, so
 // that one recorded round serves every position. Compiled at run time by NVRTC.
+#include "device.h"
+
+using namespace strata;
 
 // The nearest BF16, ties to even; NaN stays NaN.
 __device__ __forceinline__ unsigned short to_bf16(float x) {
     const unsigned bits = __float_as_uint(x);
     if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<unsigned short>(bits >> 16 | 0x40u);
     return static_cast<unsigned short>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
-}
-
-// A convolution's tail: `rows` [tail, channels], oldest first; `recorded` [window, channels] of the round before.
-struct Tail {
-    float* rows;
-    const float* recorded;
-    int tail, channels;
-};
-
-constexpr int kMostTail = 16;
-
-// tail = the last rows of (tail ++ recorded[:accepted]). Grid (blocks of channels, tails), a thread a channel.
-extern "C" __global__ void commit_tails(const Tail* tails, const int* accepted) {
-    const Tail tail = tails[blockIdx.y];
-    const int count = accepted[0];
-    const int channel = blockIdx.x * blockDim.x + threadIdx.x;
-    if (channel >= tail.channels || count == 0) return;
-    float kept[kMostTail];
-    for (int i = 0; i < tail.tail; ++i) {
-        const int from = i + count;
-        kept[i] = from < tail.tail ? tail.rows[from * tail.channels + channel]
-                                   : tail.recorded[(from - tail.tail) * tail.channels + channel];
-    }
-    for (int i = 0; i < tail.tail; ++i) tail.rows[i * tail.channels + channel] = kept[i];
 }
 
 // Keys and values of T rows to a cache [positions, width], FP32 or BF16. Grid (rows, 2): 0 keys, 1 values.
@@ -79,21 +58,13 @@ extern "C" __global__ void finish_index(const float* keys, float* cache, int row
         cache[static_cast<long long>(number) * width + i] = keys[static_cast<long long>(blockIdx.x) * width + i];
 }
 
-struct Copy {
-    const float* from;
-    float* to;
-    int count, unused;
-};
-
-struct Copies {
-    Copy each[6];
-};
-
-// Copies arrays. Grid (blocks, arrays).
-extern "C" __global__ void copy_arrays(Copies copies) {
-    const Copy& copy = copies.each[blockIdx.y];
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < copy.count; i += gridDim.x * blockDim.x)
-        copy.to[i] = copy.from[i];
+// Floats of the host's, which no launch writes, so that they are on their way before the launch before is complete.
+extern "C" __global__ void copy_in(const float* from, int count, float* to) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    device::let_next_start();
+    const float value = i < count ? from[i] : 0.0f;
+    device::wait_for_previous();
+    if (i < count) to[i] = value;
 }
 
 // Cosines and sines of positions: of T rows from the committed position, or (block > 0) of the first positions of the

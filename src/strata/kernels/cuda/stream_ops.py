@@ -17,7 +17,7 @@ from strata.kernels.ops import HyperWeights, NgramWeights
 
 __all__ = ["StreamOps"]
 
-THREADS = 256
+THREADS, GATE_THREADS = 256, 1024
 DOWN_THREADS, DOWN_ROWS = 128, 2  # rows of a warp in mix_down
 DOWN_ROOM = 256  # bytes that mix_down takes of shared memory for itself
 UP_COLUMNS = {1: 2, 2: 1, 4: 1, 8: 1}  # columns of a warp in mix_up, by T
@@ -143,7 +143,7 @@ class StreamOps(LinearOps, RowOps):
         agree("ngram_gate norms", {tuple(w.shape) for w in norms}, {(streams, columns)})
         gated_TSH, normed_TSH = self.empty(rows, streams, columns), self.empty(rows, streams, columns)
         self.launch(
-            "streams.ngram_gate", (rows * streams,), THREADS, key_TSH, value_TH, x_TSH, *norms, weights.eps, streams,
-            columns, gated_TSH, normed_TSH,
+            "streams.ngram_gate", (rows * streams,), GATE_THREADS, key_TSH, value_TH, x_TSH, *norms, weights.eps,
+            streams, columns, gated_TSH, normed_TSH,
         )  # fmt: skip
         return gated_TSH, normed_TSH

@@ -254,34 +254,69 @@ extern "C" __global__ void hyper_add(const float* x, const float* c, const float
     }
 }
 
-// Grid (T x S), 256 threads: the gate of one stream of one row and what it lets through.
+// Grid (T x S), 1024 threads: the gate of one stream of one row and what it lets through. One pass reads everything and
+// makes all four sums, of which the norms and the gate are factored out: sum(k r (1 + a) x s (1 + b)) is
+// r s sum(k (1 + a) x (1 + b)), and the sum of squares of what passes is gate^2 times that of the values.
 extern "C" __global__ void ngram_gate(const float* key, const float* value, const float* x, const float* norm_key,
                                       const float* norm_query, const float* norm_conv, float eps, int streams,
                                       int columns, float* gated, float* normed) {
-    __shared__ float room[4 * 32];
-    device::wait_for_previous();
+    constexpr int kAhead = 4;
+    __shared__ float room[4][32];
     const long long at = static_cast<long long>(blockIdx.x) * columns, from = blockIdx.x / streams * columns;
-    const int norm = blockIdx.x % streams * columns;
+    const int norm = blockIdx.x % streams * columns, stride = kAhead * blockDim.x;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const float width = static_cast<float>(columns);
-    float keys = 0.0f, queries = 0.0f, match = 0.0f, sum = 0.0f;
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) {
-        keys = fused(key[at + i], key[at + i], keys);
-        queries = fused(x[at + i], x[at + i], queries);
+    float weights[3][kAhead], values[kAhead], sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    const auto load_weights = [&](int first) {
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+            const int i = min(first + u * static_cast<int>(blockDim.x), columns - 1);
+            weights[0][u] = norm_key[norm + i], weights[1][u] = norm_query[norm + i];
+            weights[2][u] = norm_conv[norm + i];
+        }
+    };
+    device::let_next_start();
+    load_weights(threadIdx.x);
+    device::wait_for_previous();
+    for (int first = threadIdx.x; first < columns; first += stride) {
+        float keys[kAhead], queries[kAhead];
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+            const int i = first + u * blockDim.x;
+            const bool is_inside = i < columns;
+            keys[u] = is_inside ? key[at + i] : 0.0f, queries[u] = is_inside ? x[at + i] : 0.0f;
+            values[u] = is_inside ? value[from + i] : 0.0f;
+        }
+        if (first >= stride) load_weights(first);
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+            sums[0] = fused(keys[u], keys[u], sums[0]), sums[1] = fused(queries[u], queries[u], sums[1]);
+            sums[2] = fused(keys[u] * (1.0f + weights[0][u]), queries[u] * (1.0f + weights[1][u]), sums[2]);
+            sums[3] = fused(values[u], values[u], sums[3]);
+        }
     }
-    const float of_keys = 1.0f / sqrtf(block_sum(keys, room) / width + eps);
-    const float of_queries = 1.0f / sqrtf(block_sum(queries, room + 32) / width + eps);
-    for (int i = threadIdx.x; i < columns; i += blockDim.x)
-        match = fused(key[at + i] * of_keys * (1.0f + norm_key[norm + i]),
-                      x[at + i] * of_queries * (1.0f + norm_query[norm + i]), match);
-    match = block_sum(match, room + 64) / sqrtf(width);
-    const float size = sqrtf(fmaxf(fabsf(match), 1e-6f));
+#pragma unroll
+    for (int kind = 0; kind < 4; ++kind) sums[kind] = warp_sum(sums[kind]);
+    if (lane == 0)
+        for (int kind = 0; kind < 4; ++kind) room[kind][warp] = sums[kind];
+    __syncthreads();
+    const bool is_warp = lane < static_cast<int>(blockDim.x >> 5);
+#pragma unroll
+    for (int kind = 0; kind < 4; ++kind) sums[kind] = warp_sum(is_warp ? room[kind][lane] : 0.0f);
+    const float of_keys = 1.0f / sqrtf(sums[0] / width + eps), of_queries = 1.0f / sqrtf(sums[1] / width + eps);
+    const float match = sums[2] * of_keys * of_queries / sqrtf(width), size = sqrtf(fmaxf(fabsf(match), 1e-6f));
     const float gate = sigmoid(match > 0.0f ? size : match < 0.0f ? -size : match == 0.0f ? 0.0f : match);
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) {
-        const float passed = gate * value[from + i];
-        gated[at + i] = passed;
-        sum = fused(passed, passed, sum);
+    const float inverse = 1.0f / sqrtf(gate * gate * sums[3] / width + eps);
+    const bool is_one_pass = columns <= stride;  // then what was read is still here
+    for (int first = threadIdx.x; first < columns; first += stride) {
+        if (!is_one_pass) load_weights(first);
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+            const int i = first + u * blockDim.x;
+            if (i >= columns) break;
+            const float passed = gate * (is_one_pass ? values[u] : value[from + i]);
+            gated[at + i] = passed;
+            normed[at + i] = passed * inverse * (1.0f + weights[2][u]);
+        }
     }
-    const float inverse = 1.0f / sqrtf(block_sum(sum, room + 96) / width + eps);
-    for (int i = threadIdx.x; i < columns; i += blockDim.x)
-        normed[at + i] = gated[at + i] * inverse * (1.0f + norm_conv[norm + i]);
 }
