@@ -28,7 +28,9 @@ EMPTY_GRAPH_RUNS = 20
 # Launches that may overlap (programmatic dependent launch): cards that can, and files whose kernels all wait by
 # themselves for what the launch before has written (``device.h``: wait_for_previous).
 OVERLAP_ARCHITECTURE = 90
-_OVERLAPPING = frozenset({"attention", "delta", "delta_step", "expert", "index", "linear", "pointwise", "streams"})
+_OVERLAPPING = frozenset(
+    {"attention", "delta", "delta_step", "expert", "index", "linear", "pointwise", "state", "streams"}
+)
 
 
 class PackedArguments:

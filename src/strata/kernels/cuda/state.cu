@@ -14,6 +14,8 @@ __device__ __forceinline__ unsigned short to_bf16(float x) {
 // Keys and values of T rows to a cache [positions, width], FP32 or BF16. Grid (rows, 2): 0 keys, 1 values.
 extern "C" __global__ void append_rows(const float* keys, const float* values, void* key_cache, void* value_cache,
                                        int width, int bf16, const int* position) {
+    device::let_next_start();
+    device::wait_for_previous();
     const long long to = (static_cast<long long>(position[0]) + blockIdx.x) * width;
     const float* from = (blockIdx.y == 0 ? keys : values) + static_cast<long long>(blockIdx.x) * width;
     void* cache = blockIdx.y == 0 ? key_cache : value_cache;
@@ -29,6 +31,8 @@ extern "C" __global__ void append_rows(const float* keys, const float* values, v
 // block position / block + b. Rows not yet written read as zero. Grid (rows + candidates).
 extern "C" __global__ void append_index(const float* raw, float* cache, float* candidates, int rows, int width, int block,
                                         const int* position) {
+    device::let_next_start();
+    device::wait_for_previous();
     const int start = position[0];
     if (blockIdx.x < rows) {
         const long long to = (static_cast<long long>(start) + blockIdx.x) * width;
@@ -52,6 +56,8 @@ extern "C" __global__ void append_index(const float* raw, float* cache, float* c
 // The finished keys of the candidates that are complete now. Grid (candidates).
 extern "C" __global__ void finish_index(const float* keys, float* cache, int rows, int width, int block,
                                         const int* position) {
+    device::let_next_start();
+    device::wait_for_previous();
     const int start = position[0], number = start / block + blockIdx.x;
     if ((number + 1) * block > start + rows) return;
     for (int i = threadIdx.x; i < width; i += blockDim.x)
@@ -71,6 +77,8 @@ extern "C" __global__ void copy_in(const float* from, int count, float* to) {
 // blocks from the one that holds it. Positions behind the table's end read its last row. Grid (rows).
 extern "C" __global__ void rotary_rows(const float* cos_table, const float* sin_table, int half, int positions, int block,
                                        float* cos_rows, float* sin_rows, const int* position) {
+    device::let_next_start();
+    device::wait_for_previous();
     const int start = position[0];
     int at = block > 0 ? (start / block + static_cast<int>(blockIdx.x)) * block : start + static_cast<int>(blockIdx.x);
     at = at < positions ? at : positions - 1;
