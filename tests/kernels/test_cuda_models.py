@@ -140,14 +140,8 @@ def test_a_sequence_can_start_again(pair: Pair, one_by_one: torch.Tensor) -> Non
 
 
 # What a layer takes besides its experts and what the state's own kernels do.
-ATTENTION = {"linear.linears": 2, "pointwise.norm_rope": 1, "attention.attend_f32": 1, "attention.attend_combine": 1}
-INDEX = {
-    "linear.linears": 1,
-    "pointwise.norm_rope": 1,
-    "index.index_block_keys": 1,
-    "index.block_scores": 1,
-    "index.select_blocks": 1,
-}
+ATTENTION = {"linear.linears": 2, "heads.take_rows": 1, "attention.attend_f32": 1, "attention.attend_combine": 1}
+INDEX = {"index.score_blocks": 1}  # its query is projected with the keys
 DELTA = {"linear.linears": 2, "delta_step.delta_step": 1}
 MIXERS = {"streams.mix_down": 2, "streams.mix_up": 2}
 

@@ -23,6 +23,8 @@ _TYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 class IndexCache:
     """Raw index keys per token and the finished keys of complete blocks, FP32. Owns its tensors."""
 
+    selects_always = False
+
     def __init__(self, max_positions: int, width: int, block: int, device: torch.device) -> None:
         self.block = block
         self.raw_PD = torch.zeros(max_positions, width, device=device)

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from strata.errors import RequestError
+from strata.kernels.cuda.cache_rows import IndexRows, KeyValueRows
 from strata.kernels.cuda.copies import floats_at, record_copy_in
 from strata.kernels.cuda.program import MAX_WINDOW, Address, Program, RoundInputs
 from strata.kernels.cuda.records import DeltaRecord, TailRecord
@@ -82,7 +83,7 @@ class DeviceState:
         program.tails.update((tail.stand_in_UC.data_ptr(), tail) for tail in self._tails)
         program.deltas.update((state.delta[layer].state_NDV.data_ptr(), one) for layer, one in self._deltas.items())
         return RecordedState(
-            {layer: _RecordedCache(program, self._inputs, cache) for layer, cache in state.attention.items()},
+            {layer: _RecordedCache(program, cache) for layer, cache in state.attention.items()},
             {
                 layer: _RecordedDelta(program, state.delta[layer].state_NDV, record.tail)
                 for layer, record in self._deltas.items()
@@ -183,44 +184,37 @@ class RecordedState:
 
 
 class _RecordedIndex:
-    """See ``IndexCache``: keys come raw, and the blocks that these rows may complete are looked at every time."""
+    """See ``IndexCache``: keys come raw, and the blocks that these rows may complete are looked at every time. The
+    launch of the operations between ``append`` and ``finish`` writes the caches (``kernels.cuda.cache_rows``)."""
 
-    def __init__(self, program: Program, inputs: RoundInputs, index: IndexCache) -> None:
+    selects_always = True
+
+    def __init__(self, program: Program, index: IndexCache) -> None:
         self.block = index.block
-        self._program, self._inputs, self._index = program, inputs, index
+        self._program, self._index = program, index
 
     def append(self, start: int, raw_TD: torch.Tensor) -> tuple[range, torch.Tensor]:
         rows, width = raw_TD.shape
         candidates = (rows + self.block - 1) // self.block
-        raw_BJD = self._program.empty(candidates, self.block, width)
-        self._program.launch(
-            "state.append_index", (rows + candidates,), 128,
-            raw_TD, self._index.raw_PD, raw_BJD, rows, width, self.block, self._inputs.position,
-        )  # fmt: skip
-        return range(0, candidates * self.block, self.block), raw_BJD
+        stand_in_BJD = self._program.empty(candidates, self.block, width)
+        self._program.indexed[stand_in_BJD.data_ptr()] = IndexRows(raw_TD, self._index.raw_PD, self._index.key_BD)
+        return range(0, candidates * self.block, self.block), stand_in_BJD
 
     def finish(self, start: int, rows: int, key_BD: torch.Tensor) -> tuple[int, torch.Tensor]:
-        candidates, width = key_BD.shape
-        whole_BD = self._index.key_BD
-        self._program.launch(
-            "state.finish_index", (candidates,), 128, key_BD, whole_BD, rows, width, self.block, self._inputs.position
-        )
-        return whole_BD.shape[0], whole_BD
+        assert not self._program.indexed, "the keys of these blocks are nobody's"
+        return self._index.key_BD.shape[0], self._index.key_BD
 
 
 class _RecordedCache:
-    """See ``AttentionCache``; what ``append`` returns is the whole cache."""
+    """See ``AttentionCache``; what ``append`` returns is the whole cache, written before it is attended."""
 
-    def __init__(self, program: Program, inputs: RoundInputs, cache: AttentionCache) -> None:
-        self.index = None if cache.index is None else _RecordedIndex(program, inputs, cache.index)
-        self._program, self._inputs, self._cache = program, inputs, cache
+    def __init__(self, program: Program, cache: AttentionCache) -> None:
+        self.index = None if cache.index is None else _RecordedIndex(program, cache.index)
+        self._program, self._cache = program, cache
 
     def append(self, start: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._cache.k_PGD, self._cache.v_PGD
-        self._program.launch(
-            "state.append_rows", (k_TGD.shape[0], 2), 256, k_TGD, v_TGD, keys, values, k_TGD[0].numel(),
-            int(keys.dtype == torch.bfloat16), self._inputs.position,
-        )  # fmt: skip
+        self._program.appended.append(KeyValueRows(k_TGD, v_TGD, keys, values))
         return keys, values
 
 

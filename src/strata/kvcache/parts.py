@@ -36,9 +36,11 @@ class RotaryTable(Protocol):
 
 
 class IndexPart(Protocol):
-    """See ``IndexCache``."""
+    """See ``IndexCache``. ``selects_always``: nobody knows yet how many blocks there are, so queries are projected
+    whether they are needed or not."""
 
     block: int
+    selects_always: bool
 
     def append(self, start: int, raw_TD: torch.Tensor) -> tuple[Sequence[int], torch.Tensor]: ...
 

@@ -22,6 +22,8 @@ _EMPTY = torch.empty(0)
 class PassingIndex:
     """Index keys of B sequences, blocks laid sequence after sequence."""
 
+    selects_always = False
+
     def __init__(self, sequences: int, block: int) -> None:
         self.block = block
         self._sequences = sequences

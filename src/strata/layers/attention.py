@@ -39,8 +39,8 @@ class Attention:
 
     def forward(self, ops: Ops, x_TH: torch.Tensor, rows: Rows, cache: AttentionPart) -> torch.Tensor:
         """y_TH; writes the rows' keys and values into the cache at their positions."""
-        projections = [self.query, self.key, self.value] + ([] if self.indexer is None else [self.indexer.key])
-        q_TX, k_TX, v_TX, *raw = ops.linears(x_TH, projections)
+        indexed = [] if self.indexer is None else self.indexer.projections(cache)
+        q_TX, k_TX, v_TX, *projected = ops.linears(x_TH, [self.query, self.key, self.value, *indexed])
         k_TGD, v_TGD = k_TX.view(-1, self.kv_heads, self.width), v_TX.view(-1, self.kv_heads, self.width)
         q_TNXD = q_TX.view(-1, self.heads, 2 if self.gated else 1, self.width)
         q_TND, k_TGD = ops.norm_rope(
@@ -52,7 +52,7 @@ class Attention:
         if self.indexer is None:
             o_TND = ops.attention(q_TND, k_PGD, v_PGD, rows.start, scale)
         else:
-            blocks_TM = self.indexer.forward(ops, x_TH, raw[0], rows, cache)
+            blocks_TM = self.indexer.forward(ops, x_TH, projected, rows, cache)
             o_TND = ops.sparse_attention(q_TND, k_PGD, v_PGD, rows.start, scale, blocks_TM, self.indexer.block)
         if not self.gated:
             return ops.linear(o_TND.flatten(1), self.output)

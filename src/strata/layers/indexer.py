@@ -7,6 +7,7 @@ know models. Legend: see ``kernels/ops.py``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,14 +33,19 @@ class Indexer:
     block: int
     top_blocks: int
 
-    def forward(
-        self, ops: Ops, x_TH: torch.Tensor, raw_TD: torch.Tensor, rows: Rows, cache: AttentionPart
-    ) -> torch.Tensor | None:
-        """blocks_TM for ``Ops.sparse_attention``, None while every row sees at most ``top_blocks`` complete blocks.
-        ``raw_TD`` is ``linear(x, key)``, projected together with the layer's keys and values."""
+    def projections(self, cache: AttentionPart) -> list[Matrix]:
+        """What is projected together with the layer's keys and values; ``forward`` takes the results."""
         index = cache.index
         assert index is not None
-        positions, raw_BJD = index.append(rows.start, raw_TD)
+        return [self.key, self.query] if index.selects_always else [self.key]
+
+    def forward(
+        self, ops: Ops, x_TH: torch.Tensor, projected: Sequence[torch.Tensor], rows: Rows, cache: AttentionPart
+    ) -> torch.Tensor | None:
+        """blocks_TM for ``Ops.sparse_attention``, None while every row sees at most ``top_blocks`` complete blocks."""
+        index = cache.index
+        assert index is not None
+        positions, raw_BJD = index.append(rows.start, projected[0])
         if len(positions):
             cos_BR, sin_BR = rows.rope.at(positions)
             key_BD = ops.index_block_keys(raw_BJD, self.key_norm_D, self.eps, cos_BR, sin_BR)
@@ -48,7 +54,7 @@ class Indexer:
         complete, key_BD = index.finish(rows.start, x_TH.shape[0], key_BD)
         if complete <= self.top_blocks:
             return None
-        q_TND = ops.linear(x_TH, self.query).view(-1, self.heads, self.width)
-        heads = [(q_TND, self.query_norm_D)]
+        q_TX = projected[1] if index.selects_always else ops.linear(x_TH, self.query)
+        heads = [(q_TX.view(-1, self.heads, self.width), self.query_norm_D)]
         (q_TND,) = ops.norm_rope(heads, self.eps, rows.cos_TR, rows.sin_TR, plus_one=True)
         return ops.select_blocks(q_TND, key_BD, rows.start, self.block, self.top_blocks)

@@ -107,7 +107,8 @@ __device__ __forceinline__ void put_one(const void* at, int i, Eight<false>& to)
 }
 __device__ __forceinline__ void unpack(const Eight<true>& from, float* to) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to[2 * i] = device::bf16_low(from.words[i]), to[2 * i + 1] = device::bf16_high(from.words[i]);
+    for (int i = 0; i < 4; ++i)
+        to[2 * i] = device::bf16_low(from.words[i]), to[2 * i + 1] = device::bf16_high(from.words[i]);
 }
 __device__ __forceinline__ void unpack(const Eight<false>& from, float* to) {
 #pragma unroll
@@ -205,7 +206,7 @@ __device__ __forceinline__ void attend_rows(const Inputs& inputs, const Shape& s
 #pragma unroll 1
     for (int cut = blockIdx.z; cut * kCut < list.entries; cut += gridDim.z) {
         const int mine = cut * kCut + warp * kPerWarp + lane % kPerWarp, here = min(kCut, list.entries - cut * kCut);
-        const int position = position_of(s, list, min(mine, list.entries - 1));  // past the list: its last, of no weight
+        const int position = position_of(s, list, min(mine, list.entries - 1));  // past the list its last, of no weight
         Eight<false> q[kHeads];  // again for every cut, from the first-level cache: registers are short
 #pragma unroll
         for (int h = 0; h < kHeads; ++h) {
@@ -228,11 +229,11 @@ __device__ __forceinline__ void attend_rows(const Inputs& inputs, const Shape& s
             unpack(keys[i], key);
 #pragma unroll
             for (int h = 0; h < kHeads; ++h) {
-                scores[i * kHeads + h] = 0.0f;
+                float score = 0.0f;
 #pragma unroll
                 for (int d = 0; d < 8; ++d)
-                    if (kEights || d < there) scores[i * kHeads + h] = fused(q[h].values[d], key[d], scores[i * kHeads + h]);
-                if (there <= 0) scores[i * kHeads + h] = 0.0f;
+                    if (kEights || d < there) score = fused(q[h].values[d], key[d], score);
+                scores[i * kHeads + h] = there > 0 ? score : 0.0f;
             }
         }
 #pragma unroll
@@ -304,7 +305,8 @@ extern "C" __global__ void __launch_bounds__(256) attend_combine(Inputs inputs, 
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int cut = min(first + i * kSlices, cuts - 1);
-            sum[i] = sums[cut], value[i] = *reinterpret_cast<const float4*>(values + static_cast<long long>(cut) * s.pitch);
+            sum[i] = sums[cut];
+            value[i] = *reinterpret_cast<const float4*>(values + static_cast<long long>(cut) * s.pitch);
         }
         if (first == slice) {  // every thread comes here once, its first values under way
             for (int cut = threadIdx.x; cut < cuts; cut += kThreads) largest = fmaxf(largest, sums[cut].x);

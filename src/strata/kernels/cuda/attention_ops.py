@@ -11,8 +11,9 @@ import ctypes
 import torch
 
 from strata.errors import EngineError
+from strata.kernels.cuda.head_ops import HeadOps
 from strata.kernels.cuda.program import Program, RoundInputs
-from strata.kernels.cuda.recorder import Recorder, agree, blocks_of
+from strata.kernels.cuda.recorder import agree, blocks_of
 
 __all__ = ["AttentionOps"]
 
@@ -36,7 +37,7 @@ class _Shape(ctypes.Structure):
     )
 
 
-class AttentionOps(Recorder):
+class AttentionOps(HeadOps):
     """See ``strata.kernels.ops.Ops``, whose methods these are."""
 
     def __init__(self, program: Program, inputs: RoundInputs, shared_bytes: int = 48 << 10) -> None:
@@ -92,42 +93,33 @@ class AttentionOps(Recorder):
         )  # fmt: skip
         groups = kv_heads * shape.parts
         at_once = min(cuts, max(1, RESIDENT * self.program.multiprocessors // (groups * rows)))
+        self.settle_rows()
         kind = "bf16" if k_PGD.dtype == torch.bfloat16 else "f32"
         size = lanes if width % 8 == 0 else "any"
         self.launch(f"attention.attend_{kind}_{size}", (rows, groups, at_once), THREADS, self.inputs, shape)
         self.launch("attention.attend_combine", (heads, pitch // 64, rows), THREADS, self.inputs, shape, out_TND)
         return out_TND
 
-    def index_block_keys(
-        self, raw_BJD: torch.Tensor, weight_D: torch.Tensor, eps: float, cos_BR: torch.Tensor, sin_BR: torch.Tensor
-    ) -> torch.Tensor:
-        blocks, members, width = raw_BJD.shape
-        half = cos_BR.shape[-1]
-        agree("index_block_keys tables", (tuple(cos_BR.shape), tuple(sin_BR.shape)), ((blocks, half),) * 2)
-        agree("index_block_keys width", (weight_D.numel(), 2 * half <= width), (width, True))
-        key_BD = self.empty(blocks, width)
-        self.launch(
-            "index.index_block_keys", (blocks_of(blocks, 4),), 128,
-            raw_BJD, weight_D, eps, cos_BR, sin_BR, blocks, members, width, half, key_BD,
-        )  # fmt: skip
-        return key_BD
-
     def select_blocks(
         self, q_TND: torch.Tensor, key_BD: torch.Tensor, start: int, block: int, top_blocks: int
     ) -> torch.Tensor:
+        """One launch for one row; else two, a multiprocessor for every row's selection."""
         rows, (_, heads, width) = self.rows_of(q_TND), q_TND.shape
         blocks = int(key_BD.shape[0])
         agree("select_blocks width", (key_BD.shape[1], width <= WIDEST), (width, True))
         scores_TB = self.scratch("block scores", rows, max(1, blocks))
         ids_TM = self.empty(rows, top_blocks, dtype=torch.int32)
+        arrived = self.program.zeros(1, dtype=torch.int32) if rows == 1 else None
         self.launch(
-            "index.block_scores", (self.stride_blocks(blocks, THREADS // 32),), THREADS,
-            self.inputs, q_TND, key_BD, rows, heads, width, block, top_blocks, blocks, scores_TB,
-            shared=rows * heads * width * 4,
+            "index.score_blocks", (min(blocks_of(blocks, SELECT_THREADS // 32), self.program.multiprocessors),),
+            SELECT_THREADS, self.inputs, q_TND, key_BD, rows, heads, width, block, top_blocks, blocks, scores_TB,
+            self.pointer(self.address(arrived)), ids_TM, shared=rows * heads * width * 4,
         )  # fmt: skip
-        self.launch(
-            "index.select_blocks", (rows,), SELECT_THREADS, self.inputs, scores_TB, block, top_blocks, blocks, ids_TM
-        )
+        if arrived is None:
+            self.launch(
+                "index.select_blocks", (rows,), SELECT_THREADS,
+                self.inputs, scores_TB, block, top_blocks, blocks, ids_TM,
+            )  # fmt: skip
         self._selected.add(ids_TM.data_ptr())
         return ids_TM
 

@@ -29,7 +29,7 @@ EMPTY_GRAPH_RUNS = 20
 # themselves for what the launch before has written (``device.h``: wait_for_previous).
 OVERLAP_ARCHITECTURE = 90
 _OVERLAPPING = frozenset(
-    {"attention", "delta", "delta_step", "expert", "index", "linear", "pointwise", "state", "streams"}
+    {"attention", "delta", "delta_step", "expert", "heads", "index", "linear", "pointwise", "state", "streams"}
 )
 
 

@@ -38,42 +38,6 @@ __device__ __forceinline__ float rotated(const float* head, int d, const float* 
     return head[d];
 }
 
-// Heads whose norm and rotation are one launch: x of T x N x D, heads and rows `pitch` floats apart.
-struct Heads {
-    const float *x, *weight;
-    float* y;
-    int heads, head_pitch, row_pitch, first;  // first: heads of parts before this one
-};
-
-constexpr int kParts = 4, kWidestHead = 256, kHeadWarps = 4;
-
-struct AllHeads {
-    Heads of[kParts];
-    int count, heads, width, half;
-    float eps, plus;
-};
-
-// y = rope(rms_norm(x)), the same operations as those two kernels. Grid (blocks of 4 heads, T), a warp a head.
-extern "C" __global__ void norm_rope(const AllHeads all, const float* cosines, const float* sines) {
-    __shared__ float room[kHeadWarps * kWidestHead];
-    device::wait_for_previous();
-    const int lane = threadIdx.x & 31, n = blockIdx.x * kHeadWarps + (threadIdx.x >> 5), t = blockIdx.y;
-    if (n >= all.heads) return;
-    float* normed = room + (threadIdx.x >> 5) * kWidestHead;
-    int which = 0;
-    while (which + 1 < all.count && n >= all.of[which + 1].first) ++which;
-    const Heads part = all.of[which];
-    const float* x = part.x + static_cast<long long>(t) * part.row_pitch + (n - part.first) * part.head_pitch;
-    float* y = part.y + (static_cast<long long>(t) * part.heads + n - part.first) * all.width;
-    float sum = 0.0f;
-    for (int d = lane; d < all.width; d += 32) sum = fused(x[d], x[d], sum);
-    const float inverse = 1.0f / sqrtf(warp_sum(sum) / static_cast<float>(all.width) + all.eps);
-    for (int d = lane; d < all.width; d += 32) normed[d] = x[d] * inverse * (all.plus + part.weight[d]);
-    __syncwarp();
-    for (int d = lane; d < all.width; d += 32)
-        y[d] = rotated(normed, d, cosines + t * all.half, sines + t * all.half, all.half);
-}
-
 // Rotates halves [0, half) and [half, 2 half) of each head of T x N x D; the rest is copied.
 extern "C" __global__ void rope(const float* x, const float* cosines, const float* sines, int rows, int heads, int width,
                                 int half, float* y) {

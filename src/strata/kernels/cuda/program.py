@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from strata.kernels.cuda.cache_rows import IndexRows, KeyValueRows
     from strata.kernels.cuda.records import DeltaRecord, TailRecord
 
 __all__ = [
@@ -63,6 +64,10 @@ class Program:
 
     device: torch.device
     multiprocessors: int = 1
+    # Rows that a layer has handed to its caches and no launch has written yet; indexed ones by the address of the
+    # tensor that stands for their blocks.
+    appended: list[KeyValueRows] = field(default_factory=list)
+    indexed: dict[int, IndexRows] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
     tails: dict[int, TailRecord] = field(default_factory=dict)

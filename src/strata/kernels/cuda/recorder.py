@@ -102,6 +102,11 @@ class Recorder:
         self._waiting = None
         return waiting.parts
 
+    def waiting(self, kind: str) -> tuple[Any, ...] | None:
+        """The parts of what was put off, if it is of this kind: more may join it."""
+        waiting = self._waiting
+        return None if waiting is None or waiting.kind != kind else waiting.parts
+
     def settle(self) -> None:
         """Records what was put off."""
         waiting, self._waiting = self._waiting, None

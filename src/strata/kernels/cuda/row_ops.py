@@ -5,9 +5,6 @@ A part of ``CudaOps`` (ops.py), apart to keep files short. It must not know mode
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-
 import torch
 
 from strata.errors import EngineError
@@ -18,28 +15,8 @@ __all__ = ["RowOps"]
 THREADS = 256
 NARROW = 1024  # columns up to which a warp takes a row of a norm
 MOST_EXPERTS = 64 * 32
-MOST_PARTS = 4  # of one norm_rope
 MOST_ADDED = 2  # of one causal_conv
-WIDEST_HEAD = 256
 ARGMAX_COLUMNS = 4096  # of a part
-
-
-class _Heads(ctypes.Structure):
-    """``Heads`` of pointwise.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "weight", "y")),
-        *((name, ctypes.c_int) for name in ("heads", "head_pitch", "row_pitch", "first")),
-    )
-
-
-class _AllHeads(ctypes.Structure):
-    _fields_ = (
-        ("of", _Heads * MOST_PARTS),
-        *((name, ctypes.c_int) for name in ("count", "heads", "width", "half")),
-        ("eps", ctypes.c_float),
-        ("plus", ctypes.c_float),
-    )
 
 
 class RowOps(Recorder):
@@ -72,38 +49,6 @@ class RowOps(Recorder):
             x_TND, cos_TR, sin_TR, rows, heads, width, half, y_TND,
         )  # fmt: skip
         return y_TND
-
-    def norm_rope(
-        self,
-        heads: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        eps: float,
-        cos_TR: torch.Tensor,
-        sin_TR: torch.Tensor,
-        *,
-        plus_one: bool,
-    ) -> list[torch.Tensor]:
-        """One launch for up to 4 parts of at most 256 columns a head."""
-        rows, (_, half), width = self.rows_of(cos_TR), cos_TR.shape, int(heads[0][0].shape[2])
-        if len(heads) > MOST_PARTS or width > WIDEST_HEAD or 2 * half > width:
-            raise EngineError(
-                f"norm_rope of {len(heads)} parts with heads of {width} columns, {2 * half} of them rotated"
-            )
-        agree("norm_rope tables", cos_TR.shape, sin_TR.shape)
-        all_of = _AllHeads(count=len(heads), width=width, half=half, eps=eps, plus=float(plus_one))
-        outputs, first = [], 0
-        for place, (x_TND, weight_D) in enumerate(heads):
-            agree("norm_rope shapes", (x_TND.shape[0], x_TND.shape[2], weight_D.numel()), (rows, width, width))
-            agree("norm_rope columns lie together", x_TND.stride(2), 1)
-            outputs.append(self.empty(rows, x_TND.shape[1], width))
-            self.program.kept.append(x_TND)
-            all_of.of[place] = _Heads(
-                x=x_TND.data_ptr(), weight=self.address(weight_D), y=self.address(outputs[-1]), heads=x_TND.shape[1],
-                head_pitch=x_TND.stride(1), row_pitch=x_TND.stride(0), first=first,
-            )  # fmt: skip
-            first += x_TND.shape[1]
-        all_of.heads = first
-        self.launch("pointwise.norm_rope", (blocks_of(first, 4), rows), 128, all_of, cos_TR, sin_TR)
-        return outputs
 
     def router(self, logits_TE: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         rows, experts = logits_TE.shape
