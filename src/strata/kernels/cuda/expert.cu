@@ -55,10 +55,8 @@ __device__ __forceinline__ float gated(float total) {
     return product(silu(is_gate ? total : other), is_gate ? other : total);
 }
 
-// What all kernels of experts begin with. Returns whether the block has a task.
-__device__ __forceinline__ bool take_task(const Task* tasks, const int* num_tasks, Task& task) {
-    device::let_next_start();
-    device::wait_for_previous();
+// The block's task. Returns whether there is one.
+__device__ __forceinline__ bool read_task(const Task* tasks, const int* num_tasks, Task& task) {
     // All reads are under way at once, before it is known that there is such a task.
     const uint4 *from = reinterpret_cast<const uint4*>(tasks + blockIdx.y);
     const uint4 first = load_now(from), second = load_now(from + 1);
@@ -114,11 +112,14 @@ __device__ __forceinline__ void gate_up(const Shape& shape, const Task* tasks, c
                                         unsigned char* flags, const int* num_tasks) {
     extern __shared__ uint4 memory[];
     Task task;
-    if (!take_task(tasks, num_tasks, task)) return;
+    device::wait_for_previous();
+    device::let_next_start();  // not before: down reads the tasks when it starts
+    if (!read_task(tasks, num_tasks, task)) return;
     const Work work = gate_up_work<Format>(shape, task);
     const Room room(memory, shape.wide);
+    Pipe<Format> pipe(work);
     for (int first = 0; first < task.count; first += kRows) {
-        Pipe<Format> pipe(work);
+        pipe.begin(work);
         const int rows = min(kRows, task.count - first);
         int lines[kRows];
 #pragma unroll
@@ -157,6 +158,8 @@ __device__ __forceinline__ void write_down(const Shape& shape, const Task& task,
     }
 }
 
+// Must be the launch after gate and up. It reads its task and asks for its first weights while they are computed, which
+// it may because they let it start only when the launch before them, which wrote the tasks, is complete.
 template <class Format>
 __device__ __forceinline__ void down(const Shape& shape, const Task* tasks, const int* row_of, const int* slots,
                                      const signed char* inner, const float* inner_scales, float* out,
@@ -164,11 +167,17 @@ __device__ __forceinline__ void down(const Shape& shape, const Task* tasks, cons
     extern __shared__ uint4 memory[];
     __shared__ int slot_of[kRows];
     Task task;
-    if (!take_task(tasks, num_tasks, task)) return;
+    device::let_next_start();
+    if (!read_task(tasks, num_tasks, task)) {
+        device::wait_for_previous();
+        return;
+    }
     const Work work = down_work<Format>(shape, task);
     const Room room(memory, shape.narrow);
+    Pipe<Format> pipe(work);
     for (int first = 0; first < task.count; first += kRows) {
-        Pipe<Format> pipe(work);
+        pipe.begin(work);
+        if (first == 0) device::wait_for_previous();
         const int rows = min(kRows, task.count - first);
         stage_zeros(memory);
         if (threadIdx.x < rows) slot_of[threadIdx.x] = slots[task.first + first + threadIdx.x];
@@ -289,7 +298,9 @@ extern "C" __global__ void __launch_bounds__(320, 2)
                  const int* num_tasks) {
     extern __shared__ float room[];
     Task task;
-    if (!take_task(tasks, num_tasks, task)) return;
+    device::wait_for_previous();
+    device::let_next_start();
+    if (!read_task(tasks, num_tasks, task)) return;
     int first = 0;
     for (; first + kRows <= task.count; first += kRows)
         gate_up_rows_bf16<kRows>(shape, task, first, rows, x, inner, flags, room);
@@ -301,14 +312,17 @@ extern "C" __global__ void __launch_bounds__(320, 2)
               unsigned char* flags, const int* num_tasks) {
     extern __shared__ float room[];
     Task task;
-    if (!take_task(tasks, num_tasks, task)) return;
+    device::wait_for_previous();
+    device::let_next_start();
+    if (!read_task(tasks, num_tasks, task)) return;
     int first = 0;
     for (; first + kRows <= task.count; first += kRows)
         down_rows_bf16<kRows>(shape, task, first, rows, slots, inner, out, flags, room);
     for (; first < task.count; ++first) down_rows_bf16<1>(shape, task, first, rows, slots, inner, out, flags, room);
 }
 
-// y[row] = sum over k, in order, by fused multiply-add from zero, of weights[row, k] * parts[row, k]. Grid (rows, blocks).
+// y[row] = sum over k, in order, by fused multiply-add from zero, of weights[row, k] * parts[row, k]. Grid (rows,
+// blocks).
 extern "C" __global__ void combine_parts(const float* parts, const float* weights, int k, int hidden, float* y,
                                          unsigned char* flags) {
     device::let_next_start();

@@ -1,12 +1,12 @@
 // Weights of NVFP4 and Q8_0 experts as a warp takes them: a segment (two superblocks, 128 weights) of two groups of 16
-// rows that are multiplied with the same activations, so 32 rows, 16 bytes a lane and load, all loads of a segment under
-// way at once. Dot products are exact integers, so tensor cores may take them in any order; the FP32 sums over blocks
-// are in the order that exact.h defines, one lane a row.
+// rows that are multiplied with the same activations, so 32 rows, 16 bytes a lane and load, all loads of a segment
+// under way at once. Dot products are exact integers, so tensor cores may take them in any order; the FP32 sums over
+// blocks are in the order that exact.h defines, one lane a row.
 //
 // lane = 16 * group + 4 * quad + q loads the words of rows 4 * quad .. + 3 of its group. An mma takes 16 rows and 32
 // weights of each: k = 0 the first two rows of all quads, k = 1 the last two; lane q of a quad holds 8 neighbouring
-// weights of them, those of block 2 i + q / 2, half q % 2 (i: which two blocks of the segment). Its 8 columns are 4 pairs
-// (block 2 i, block 2 i + 1), zero where a block is not the column's. Pair j is what lane q = j of every quad gets:
+// weights of them, those of block 2 i + q / 2, half q % 2 (i: which two blocks of the segment). Its 8 columns are 4
+// pairs (block 2 i, block 2 i + 1), zero where a block is not the column's. Pair j is what lane q = j of a quad gets:
 //   R = 1 row of activations     row j of its quad (pairs 0, 1 are zero for k = 1, pairs 2, 3 for k = 0)
 //   R = 2                        rows 2 (j / 2), + 1 of its quad, activations j % 2
 //   R = 4                        all 4 rows of its quad, activations j
@@ -138,12 +138,13 @@ struct Nvfp4 {
     }
 
     // Twice the E2M1 values as a sum of two tables' bytes. A code with its sign bit set picks a sign instead of a byte:
-    // from `plus` 0, while `minus`, whose selector has the bit turned round, gives minus the magnitude. Without it `plus`
-    // gives the magnitude + 1 (0 for 0), and `minus` the sign of a negative byte, -1 (0 for 0).
+    // from `plus` 0, while `minus`, whose selector has the bit turned round, gives minus the magnitude. Without it
+    // `plus` gives the magnitude + 1 (0 for 0), and `minus` the sign of a negative byte, -1 (0 for 0).
     static __device__ __forceinline__ void multiply(const Tables& tables, const Segment& segment, int i, int k,
                                                     const int2& x, const int* c, int* d) {
         const unsigned one = word_of(segment.codes[i], k * 2), other = word_of(segment.codes[i], k * 2 + 1);
-        multiply_s8(d, c, plus(tables, one), plus(tables, other), plus(tables, one >> 16), plus(tables, other >> 16), x);
+        multiply_s8(d, c, plus(tables, one), plus(tables, other), plus(tables, one >> 16), plus(tables, other >> 16),
+                    x);
         const unsigned turned = one ^ 0x88888888u, other_turned = other ^ 0x88888888u;
         multiply_s8(d, d, minus(tables, turned), minus(tables, other_turned), minus(tables, turned >> 16),
                     minus(tables, other_turned >> 16), x);

@@ -54,14 +54,17 @@ struct Room {
     __device__ __forceinline__ const signed char* zeros() const { return codes - kZeros + 32; }
 };
 
-// The first Format::kAhead units of a warp, then those that follow.
+// The weights of a warp's units: `begin` asks for the first Format::kAhead of them, `fetch` for one more.
 template <class Format>
 struct Pipe {
     typename Format::Segment segments[Format::kAhead];
     Place next;
     const unsigned char* from;  // of `next`, in the lane's group
 
-    __device__ __forceinline__ Pipe(const Work& work) : next(work) {
+    __device__ __forceinline__ explicit Pipe(const Work& work) : next(work) {}
+
+    __device__ __forceinline__ void begin(const Work& work) {
+        next = Place(work);
         const int group = next.pair * 2 + static_cast<int>(threadIdx.x >> 4 & 1);
         from = work.weights + (static_cast<long long>(group) * work.superblocks + next.segment * 2) * Format::kBytes;
 #pragma unroll
