@@ -81,28 +81,32 @@ __device__ __forceinline__ void norm_and_rotate(float* own, const float* weight,
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-        const int d = i * 32 + lane;
-        if (d < half)
-            own[i] = fused(own[i], cosines[i], -(room[d + half] * sines[i]));
-        else if (d < 2 * half)
-            own[i] = fused(own[i], cosines[i], room[d - half] * sines[i]);
+        const int d = i * 32 + lane, other = d < half ? d + half : d < 2 * half ? d - half : d;
+        const float crossed = room[other] * sines[i], turned = fused(own[i], cosines[i], d < half ? -crossed : crossed);
+        own[i] = d < 2 * half ? turned : own[i];
     }
 }
 
 __device__ __forceinline__ void write_head(const Part& part, int t, int head, int start, const float* own) {
     const int lane = threadIdx.x & 31;
-    const long long from = (static_cast<long long>(t) * part.heads + head) * part.width;
-    const long long to = (static_cast<long long>(start + t) * part.heads + head) * part.width;
+    if (part.y != nullptr) {
+        float* y = part.y + (static_cast<long long>(t) * part.heads + head) * part.width + lane;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-        const int d = i * 32 + lane;
-        if (d >= part.width) continue;
-        if (part.y != nullptr) part.y[from + d] = own[i];
-        if (part.cache == nullptr) continue;
-        if (part.is_bf16)
-            static_cast<unsigned short*>(part.cache)[to + d] = to_bf16(own[i]);
-        else
-            static_cast<float*>(part.cache)[to + d] = own[i];
+        for (int i = 0; i < kOwn; ++i)
+            if (i * 32 + lane < part.width) y[i * 32] = own[i];
+    }
+    if (part.cache == nullptr) return;
+    const long long to = (static_cast<long long>(start + t) * part.heads + head) * part.width + lane;
+    if (part.is_bf16) {
+        unsigned short* cache = static_cast<unsigned short*>(part.cache) + to;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i)
+            if (i * 32 + lane < part.width) cache[i * 32] = to_bf16(own[i]);
+    } else {
+        float* cache = static_cast<float*>(part.cache) + to;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i)
+            if (i * 32 + lane < part.width) cache[i * 32] = own[i];
     }
 }
 
