@@ -51,12 +51,20 @@ void relax() {
 #endif
 }
 
+// How long the thread looks for the next round before it sleeps: waking it costs a round tens of microseconds, and a
+// greedy round's work between two rounds takes less than this.
+constexpr long kAwakeNs = 1'000'000;
+constexpr int kLooks = 64;  // between two looks at the clock
+
 enum FaultKind : int { kNoFault = 0, kSleep = 1, kDie = 2, kAbort = 3 };
 
 class Conductor {
   public:
     explicit Conductor(const StrataConductorConfig& config)
-        : c_(config), tasks_(static_cast<size_t>(config.most_picks)), waiting_(static_cast<size_t>(config.most_picks)) {}
+        : c_(config),
+          tasks_(static_cast<size_t>(config.most_picks)),
+          waiting_(static_cast<size_t>(config.most_picks)),
+          handled_(posted()) {}
 
     ~Conductor() { stop(); }
 
@@ -69,15 +77,15 @@ class Conductor {
         return kOk;
     }
 
+    // Neither `begin` nor `end` waits for the thread to be scheduled where nothing of it is outstanding: the thread
+    // answers whatever is posted, and what is posted belongs to a round.
     int begin(int wait_ms) {
-        std::unique_lock<std::mutex> lock(mutex_);
-        if (!idle_.wait_for(lock, std::chrono::milliseconds(wait_ms), [this] { return !working_ || dead_; }))
+        if (!rests() && !wait(wait_ms))
             return fail(kTaskFault, "the CPU's worker has not come back from an earlier round for %d ms", wait_ms);
-        if (dead_) {
-            lock.unlock();
+        if (dead_.load()) {
             thread_.join();
-            lock.lock();
-            dead_ = working_ = false;
+            dead_.store(false);
+            handled_.store(posted());
             ++counters_.restarts;
             const int status = start();
             if (status != kOk) return status;
@@ -86,20 +94,22 @@ class Conductor {
         words_[0] = '\0';
         exchange_ = 0;
         mute_ = false;
-        last_ = __atomic_load_n(&c_.mailbox->posted, __ATOMIC_ACQUIRE);
+        began_ns_ = now_ns();
         __atomic_store_n(&c_.mailbox->abort, 0u, __ATOMIC_RELEASE);
-        active_.store(true, std::memory_order_release);
-        working_ = true;
-        wake_.notify_one();
+        // The thread says that it sleeps before it looks for the last time: one of the two is seen.
+        active_.store(true);
+        if (asleep_.load()) {
+            { std::lock_guard<std::mutex> lock(mutex_); }  // it sleeps already, or looks after this
+            wake_.notify_one();
+        }
         return kOk;
     }
 
     int end() {
-        active_.store(false, std::memory_order_release);
-        std::unique_lock<std::mutex> lock(mutex_);
-        // Of an ordinary round the thread is back within a poll; of one that was given up `begin` waits for it.
-        idle_.wait_for(lock, std::chrono::milliseconds(2), [this] { return !working_ || dead_; });
-        if (dead_) return fail(kTaskFault, "the CPU's worker died in the middle of a round");
+        active_.store(false);
+        // All of an ordinary round is answered; for a round that was given up `begin` waits.
+        if (!rests() && !wait(2)) return kOk;
+        if (dead_.load()) return fail(kTaskFault, "the CPU's worker died in the middle of a round");
         return status_ == kOk ? kOk : fail(status_, "%s", words_);
     }
 
@@ -117,49 +127,63 @@ class Conductor {
     }
 
   private:
+    unsigned posted() const { return __atomic_load_n(&c_.mailbox->posted, __ATOMIC_ACQUIRE); }
+
+    bool rests() const { return handled_.load() == posted() || dead_.load(); }
+
+    bool wait(int ms) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        return idle_.wait_for(lock, std::chrono::milliseconds(ms), [this] { return rests(); });
+    }
+
     void stop() {
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            stopping_ = true;
-            active_.store(false, std::memory_order_release);
+            stopping_.store(true);
             wake_.notify_one();
         }
         if (thread_.joinable()) thread_.join();
     }
 
+    // Answers posts until it is stopped, or a planned fault ends it.
     void run() {
-        std::unique_lock<std::mutex> lock(mutex_);
-        for (;;) {
-            wake_.wait(lock, [this] { return working_ || stopping_; });
-            if (stopping_) return;
-            lock.unlock();
-            const bool lives = serve();
-            lock.lock();
-            working_ = false;
-            dead_ = !lives;
-            idle_.notify_all();
-            if (!lives) return;
+        const auto called = [this] { return active_.load() || stopping_.load(); };
+        long since = now_ns();
+        while (!stopping_.load()) {
+            if (look_for_post()) {
+                const long began = now_ns();
+                counters_.wait_ns += began - std::max(since, began_ns_);
+                const unsigned number = posted();
+                const bool lives = pass_fault(++exchange_);
+                if (lives && status_ == kOk && !mute_) answer(number);
+                since = now_ns();
+                counters_.work_ns += since - began;
+                lives ? handled_.store(number) : dead_.store(true);
+                if (!lives || !active_.load()) {
+                    std::lock_guard<std::mutex> lock(mutex_);  // whoever waits sleeps already, or looks after this
+                    idle_.notify_all();
+                }
+                if (!lives) return;
+            } else if (!called()) {
+                std::unique_lock<std::mutex> lock(mutex_);
+                asleep_.store(true);
+                wake_.wait(lock, called);
+                asleep_.store(false);
+            }
         }
     }
 
-    // Answers posts until the round is over. False: a planned fault ends the thread.
-    bool serve() {
-        long since = now_ns();
-        while (active_.load(std::memory_order_acquire)) {
-            const unsigned posted = __atomic_load_n(&c_.mailbox->posted, __ATOMIC_ACQUIRE);
-            if (posted == last_) {
+    // False after a while without a post.
+    bool look_for_post() const {
+        const unsigned last = handled_.load();
+        const long until = now_ns() + kAwakeNs;
+        do {
+            for (int look = 0; look < kLooks; ++look) {
+                if (posted() != last) return true;
                 relax();
-                continue;
             }
-            last_ = posted;
-            const long began = now_ns();
-            counters_.wait_ns += began - since;
-            if (!pass_fault(++exchange_)) return false;
-            if (status_ == kOk && !mute_) answer(posted);
-            since = now_ns();
-            counters_.work_ns += since - began;
-        }
-        return true;
+        } while (!stopping_.load(std::memory_order_relaxed) && now_ns() < until);
+        return false;
     }
 
     bool pass_fault(int exchange) {
@@ -287,9 +311,11 @@ class Conductor {
     std::thread thread_;
     std::mutex mutex_;
     std::condition_variable wake_, idle_;
-    std::atomic<bool> active_{false};
-    bool working_ = false, stopping_ = false, dead_ = false, mute_ = false;
-    unsigned last_ = 0;
+    std::atomic<unsigned> handled_;  // the number posted last that the thread is done with
+    std::atomic<bool> active_{false}, stopping_{false}, asleep_{false}, dead_{false};
+    // The thread's while something is posted that is not handled, else the caller's.
+    bool mute_ = false;
+    long began_ns_ = 0;
     int exchange_ = 0;
     int status_ = kOk;
     char words_[512] = "";

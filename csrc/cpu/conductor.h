@@ -1,8 +1,9 @@
 // The thread that answers a GPU's decode rounds: polls the mailbox, computes what the GPU left to the CPU, answers.
 //
-// Lives beside the expert kernel, which it calls; the pool's workers help. It sleeps between rounds, never calls the
-// driver, never takes the interpreter's lock, and never allocates while a round runs (but for the kernel's own
-// scratch, grown by the first calls). It must not know a tier: addresses and file places are tables of the caller's.
+// Lives beside the expert kernel, which it calls; the pool's workers help. Between rounds it looks for the next one a
+// moment, then sleeps; it never calls the driver, never takes the interpreter's lock, and never allocates while a round
+// runs (but for the kernel's own scratch, grown by the first calls). It must not know a tier: addresses and file places
+// are tables of the caller's.
 #pragma once
 
 #include <cstdint>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from strata.engine.device_rounds import RoundGivenUp
 from strata.engine.runtime import Runtime
 from strata.engine.session import Session
-from strata.errors import EngineError
+from strata.errors import CheckpointError, EngineError
+from strata.layers.ngram_hash import NgramHash
 from tests.engine.conftest import VOCABULARY, load
 from tests.engine.emulated_device import EmulatedDevice, device_runtime
 from tests.models.oracle import sample_ids, worst
@@ -121,6 +123,75 @@ def test_a_round_that_is_given_up_is_repeated_from_the_same_state(packs: dict[st
             rounds.limit_ms = 60_000
             assert torch.equal(session.round([token])[0], expected[1])
             session.commit(1)
+
+
+def test_rows_that_cannot_be_gathered_end_the_round_and_it_is_repeated(
+    packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launches before the gathered rows are read have run by then: the whole round must have, and nothing count."""
+    ids = prompt(3, seed=5)
+    with device_runtime(packs["default"], expert_cache=5) as runtime:
+        assert runtime.rounds is not None
+        gathers = bool(runtime.rounds.state._ngram_rows)
+        expected = transcript(runtime, ids, 1)
+        session = Session(runtime)
+        token = int(session.read_prompt(ids).argmax())
+
+        def damaged(*_: object, **__: object) -> None:
+            raise CheckpointError("row 7 is damaged")
+
+        monkeypatch.setattr(NgramHash, "rows", damaged)
+        for rows in (1, 3):
+            with pytest.raises(CheckpointError, match="row 7") if gathers else nullcontext():
+                session.round([token] * rows)
+        monkeypatch.undo()
+        assert torch.equal(session.round([token])[0], expected[1])
+
+
+def test_best_ids_are_those_of_the_logits(packs: dict[str, Path]) -> None:
+    ids = prompt(9, seed=6)
+    with device_runtime(packs["default"], expert_cache=5) as runtime:
+        session = Session(runtime)
+        for first, stop in ((0, 1), (1, 4), (4, 9)):
+            logits = session.round(ids[first:stop])
+            assert session.greedy_round(ids[first:stop]) == logits.argmax(-1).tolist()
+            session.commit(stop - first, decoded=True)
+        with pytest.raises(EngineError, match="wider"):
+            session.greedy_round(ids)
+
+
+def test_logits_are_kept_unless_they_are_lent(packs: dict[str, Path]) -> None:
+    with device_runtime(packs["default"], expert_cache=5) as runtime:
+        session = Session(runtime)
+        read, first = session.read_prompt([1, 2]), session.round([3])
+        kept = read.clone(), first.clone()
+        lent = session.round([3], lent=True)
+        assert torch.equal(lent, first)
+        other = session.round([4])
+        assert not torch.equal(other, first)
+        assert torch.equal(lent, other)
+        assert torch.equal(read, kept[0])
+        assert torch.equal(first, kept[1])
+
+
+def test_a_largest_logit_that_is_not_finite_ends_a_greedy_round(packs: dict[str, Path]) -> None:
+    """One weight of the head: of the two infinities one makes its logit the largest, the other the smallest."""
+    with device_runtime(packs["exact"], expert_cache=5) as runtime:
+        session, outcomes = Session(runtime), []
+        expected = session.greedy_round([3])
+        weight = runtime.model._head.data  # type: ignore[attr-defined]
+        kept = weight.clone()
+        for value in (torch.nan, torch.inf, -torch.inf):
+            weight[5, 0] = value
+            try:
+                outcomes.append(session.greedy_round([3]) == expected)
+            except EngineError as error:
+                assert "row of position 0: the largest logit is not a finite number" in str(error)
+                outcomes.append(False)
+            weight.copy_(kept)
+        assert sorted(outcomes[1:]) == [False, True]
+        assert not outcomes[0]
+        assert session.greedy_round([3]) == expected
 
 
 def test_an_older_sequence_says_that_its_memory_is_gone(packs: dict[str, Path]) -> None:

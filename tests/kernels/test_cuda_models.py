@@ -76,6 +76,7 @@ class RecordedModel:
             self._rounds[len(ids)] = self._record(len(ids))
         parts, logits, best = self._rounds[len(ids)]
         self.state.begin(ids)
+        self.state.gather(ids)
         self._inputs.ids[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
         self._inputs.position[0], self._inputs.accepted[0] = self.state.length, self.state.accepted
         self._inputs.turn[0] = self.state.turn

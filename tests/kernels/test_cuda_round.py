@@ -65,7 +65,7 @@ class Bench:
         )  # fmt: skip
         begin = program.take()
         program.launch(
-            "round.publish", (1,), 32, x, self.mailbox.device("logits"), 0, words, self.mailbox.device("best"),
+            "round.publish", (1,), 32, x, self.mailbox.device("logits"), 0, 0, words, self.mailbox.device("best"),
             self.memory.flags, self.mailbox.device("row_flags"), rows, words[-1:], self.memory.state,
             self.mailbox.device("box"),
         )  # fmt: skip

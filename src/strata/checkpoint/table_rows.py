@@ -75,12 +75,15 @@ class TableFile:
         except OSError as error:
             raise unreadable(path, error) from error
 
-    def gather(self, rows_TK: npt.NDArray[np.int64]) -> torch.Tensor:
-        """FP32 T x (K * columns): the K rows of each token side by side.
+    def gather(self, rows_TK: npt.NDArray[np.int64], out_TX: torch.Tensor | None = None) -> torch.Tensor:
+        """FP32 T x (K * columns): the K rows of each token side by side, in ``out_TX`` where it is given.
 
         Raises ``CheckpointError`` for a damaged row.
         """
         numbers = rows_TK.reshape(-1)
+        if out_TX is not None:
+            gather_rows(self._file, self.format, self.columns, numbers, str(self.path), out_TX.numpy())
+            return out_TX
         if numbers.size == 0:
             return torch.empty(rows_TK.shape[0], rows_TK.shape[1] * self.columns)
         assert int(numbers.min()) >= 0

@@ -8,14 +8,16 @@ has committed nothing and can be repeated; its request ends with a named error.
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from strata.errors import EngineError
+from strata.kernels.cuda.copies import COPY_IN
 from strata.kernels.cuda.expert_step import ExpertStep, RoundMemory
 from strata.kernels.cuda.mailbox import Mailbox
 from strata.kernels.cuda.ops import CudaOps
@@ -39,6 +41,11 @@ ROUND_LIMIT_MS = 1000  # a display driver kills what takes two seconds
 FILE_ROUND_LIMIT_MS = 20_000  # rounds whose experts are read from a file: not for a card that drives a display
 _BY_DEADLINE = 2
 _COPY_THREADS = 256
+_WORDS = struct.Struct(f"{6 + MAX_WINDOW}i")  # ticket, limit, position, accepted rows, turn, ids, ticket
+_NO_IDS = (0,) * MAX_WINDOW
+
+Answer = Literal["logits", "best", "none"]
+"""What a round writes to RAM of its rows: all logits and the best ids, the best ids, or neither."""
 
 
 class RoundGivenUp(EngineError):  # noqa: N818 - what happened to a round
@@ -47,11 +54,12 @@ class RoundGivenUp(EngineError):  # noqa: N818 - what happened to a round
 
 @dataclass(frozen=True, eq=False)
 class _Round:
-    """A recorded window of ``rows`` rows."""
+    """A recorded window. ``early`` are the launches before the first that reads what the host gathers, if any do: they
+    run while it gathers."""
 
-    rows: int
     launches: list[Launch]
-    runnable: Runnable
+    early: Runnable | None
+    rest: Runnable
     program: Program
 
 
@@ -72,7 +80,7 @@ class DeviceRounds:
         self._model, self._experts, self._layout, self._machine = model, experts, layout, machine
         self._top_k, self._vocabulary = config.top_k, config.vocabulary
         self._ticket = 0
-        self._rounds: dict[tuple[int, bool], _Round] = {}
+        self._rounds: dict[tuple[int, Answer], _Round] = {}
         self._current: DeviceSequence | None = None
         whole = torch.zeros(MAX_WINDOW + 4, dtype=torch.int32, device=device)
         self._words, self._ticket_word = whole, whole[MAX_WINDOW + 3 :]
@@ -83,6 +91,7 @@ class DeviceRounds:
         with ExitStack() as owned:
             self._mailbox = Mailbox(backend, config.hidden, config.top_k, config.vocabulary, len(whole))
             owned.callback(self._mailbox.close)
+            self._logits_WV = torch.from_numpy(self._mailbox.logits)
             self.state = DeviceState(model.new_state(max_context, kv), self._inputs, self._take_pinned)
             names = ("box", "x", "tasks", "rows", "slots", "out", "flags")
             self.dispatch: DeviceDispatch = experts.serve_device(
@@ -100,9 +109,11 @@ class DeviceRounds:
     def prepare(self, windows: Sequence[int] = (1, MAX_WINDOW)) -> None:
         """Records, loads and captures these window sizes, so that no round waits for it."""
         for rows in windows:
-            self._round(rows, with_logits=True)
+            self._round(rows, "logits")
+        if 1 in windows:
+            self._round(1, "best")
         if MAX_WINDOW in windows:
-            self._round(MAX_WINDOW, with_logits=False)
+            self._round(MAX_WINDOW, "none")
 
     def new_sequence(self) -> DeviceSequence:
         """An empty sequence; the one before, if any, is not alive any more."""
@@ -120,9 +131,12 @@ class DeviceRounds:
         self.state.pretend(length)
         self._settle()
 
-    def run(self, ids: Sequence[int], *, with_logits: bool) -> torch.Tensor | None:
-        """One round of up to ``MAX_WINDOW`` rows; FP32 logits of its rows, in RAM. Raises ``RoundGivenUp``."""
-        chosen = self._round(len(ids), with_logits=with_logits)
+    def run(self, ids: Sequence[int], answer: Answer) -> torch.Tensor | None:
+        """One round of up to ``MAX_WINDOW`` rows. Raises ``RoundGivenUp``.
+
+        With ``logits``: FP32 logits of its rows in memory that the next round overwrites. ``best_ids`` has the rest.
+        """
+        chosen = self._round(len(ids), answer)
         self._write_inputs(ids)
         if self.dispatch.refresh():
             self._settle()
@@ -130,8 +144,7 @@ class DeviceRounds:
         conductor.begin()
         failure: EngineError | None = None
         try:
-            chosen.runnable.run()
-            self._machine.synchronize()
+            self._replay(chosen, ids)
         finally:
             self.state.folded()
             try:
@@ -139,31 +152,40 @@ class DeviceRounds:
             except EngineError as error:
                 failure = error
         self._check_end(failure)
-        if not with_logits:
-            return None
-        return torch.from_numpy(self._mailbox.logits[: len(ids)].copy())
+        return self._logits_WV[: len(ids)] if answer == "logits" else None
+
+    def _replay(self, chosen: _Round, ids: Sequence[int]) -> None:
+        """Runs a round to its end, even where rows cannot be gathered: half a round would fold half of the state."""
+        if chosen.early is not None:
+            chosen.early.run()
+        try:
+            self.state.gather(ids)
+        finally:
+            chosen.rest.run()
+            self._machine.synchronize()
 
     def best_ids(self, rows: int) -> list[int]:
-        """The lowest id among the largest logits of each row of the last round with logits; -1 where one is NaN."""
+        """The lowest id among the largest logits of each row of the last round that has them; -1 where a logit is NaN
+        or the largest is not finite."""
         best: list[int] = self._mailbox.best[:rows].tolist()
         return best
 
     def describe(self) -> dict[str, int]:
         """Launches of the recorded rounds by window size, and of their layers."""
-        return {f"{rows} rows{'' if wanted else ', no logits'}": len(r.launches) for (rows, wanted), r in
-                sorted(self._rounds.items())}  # fmt: skip
+        return {f"{rows} rows, {answer}": len(r.launches) for (rows, answer), r in sorted(self._rounds.items())}
 
     def launches(self, rows: int) -> list[Launch]:
         """Of a round with logits, for a profile."""
-        return self._round(rows, with_logits=True).launches
+        return self._round(rows, "logits").launches
 
     def time_launches(self, ids: Sequence[int]) -> list[tuple[str, float]]:
         """A round with a mark between each two launches: (kernel, seconds). It is not to be committed.
 
         Raises ``RoundGivenUp``.
         """
-        chosen = self._round(len(ids), with_logits=True)
+        chosen = self._round(len(ids), "logits")
         self._write_inputs(ids)
+        self.state.gather(ids)
         if self.dispatch.refresh():
             self._settle()
         failure: EngineError | None = None
@@ -194,11 +216,11 @@ class DeviceRounds:
     def _write_inputs(self, ids: Sequence[int]) -> None:
         self.state.begin(ids)
         self._ticket = self._ticket % 0x3FFFFF + 1
-        words = self._mailbox.inputs
-        words[0], words[1] = self._ticket, self.limit_ms * 1000
-        words[2], words[3], words[4] = self.state.length, self.state.accepted, self.state.turn
-        words[5 : 5 + len(ids)] = ids
-        words[5 + MAX_WINDOW] = self._ticket
+        state, ticket = self.state, self._ticket
+        _WORDS.pack_into(
+            self._mailbox.inputs.data, 0, ticket, self.limit_ms * 1000, state.length, state.accepted, state.turn,
+            *ids, *_NO_IDS[len(ids) :], ticket,
+        )  # fmt: skip
 
     def _settle(self) -> None:
         """Waits for the rounds' stream and for torch's own, which fills tensors between rounds."""
@@ -218,13 +240,13 @@ class DeviceRounds:
                 f"the CPU's part of layer {box.aborted_layer} did not come: {why}", "send the request again"
             )
 
-    def _round(self, rows: int, *, with_logits: bool) -> _Round:
-        key = (rows, with_logits)
+    def _round(self, rows: int, answer: Answer) -> _Round:
+        key = (rows, answer)
         if key not in self._rounds:
-            self._rounds[key] = self._record(rows, with_logits)
+            self._rounds[key] = self._record(rows, answer)
         return self._rounds[key]
 
-    def _record(self, rows: int, with_logits: bool) -> _Round:
+    def _record(self, rows: int, answer: Answer) -> _Round:
         machine = self._machine
         program = Program(machine.device, machine.multiprocessors)
         state = self.state.record(program, rows)
@@ -232,14 +254,16 @@ class DeviceRounds:
             program, self._layout, self.dispatch.tables, self._memory, self._mailbox, rows, self._top_k
         )  # fmt: skip
         ops = CudaOps(program, self._inputs)
-        wanted: LogitRows = "all" if with_logits else "none"
+        wanted: LogitRows = "none" if answer == "none" else "all"
         logits_TV = self._model.forward(ops, [0] * rows, state, step, wanted)
-        self._record_end(program, ops, rows, logits_TV)
+        self._record_end(program, ops, rows, logits_TV, answer)
         launches = program.take()
         self._record_begin(program, step.exchanges)
         launches = program.take() + launches
         self._settle()  # what recording has filled is there before the first round
-        return _Round(rows, launches, machine.prepare(launches), program)
+        first = next((at for at, launch in enumerate(launches) if launch.kernel == COPY_IN), 0)
+        early = machine.prepare(launches[:first]) if first else None
+        return _Round(launches, early, machine.prepare(launches[first:]), program)
 
     def _record_begin(self, program: Program, exchanges: int) -> None:
         program.launch(
@@ -247,20 +271,25 @@ class DeviceRounds:
             self._memory.state, exchanges, self._memory.flags, MAX_WINDOW,
         )  # fmt: skip
 
-    def _record_end(self, program: Program, ops: CudaOps, rows: int, logits_TV: torch.Tensor | None) -> None:
+    def _record_end(
+        self, program: Program, ops: CudaOps, rows: int, logits_TV: torch.Tensor | None, answer: Answer
+    ) -> None:
         mail, memory = self._mailbox, self._memory
-        values = 0 if logits_TV is None else logits_TV.numel()
+        columns = 0 if logits_TV is None else logits_TV.shape[1]
+        values = rows * columns if answer == "logits" else 0
         best = self._words if logits_TV is None else ops.argmax_rows(logits_TV)
         logits = memory.state if logits_TV is None else logits_TV
         program.launch(
             "round.publish", (max(1, min(64, values // 4096)),), _COPY_THREADS,
-            logits, mail.device("logits"), values, best, mail.device("best"), memory.flags, mail.device("row_flags"),
-            rows, self._ticket_word, memory.state, mail.device("box"),
+            logits, mail.device("logits"), columns, values, best, mail.device("best"), memory.flags,
+            mail.device("row_flags"), rows, self._ticket_word, memory.state, mail.device("box"),
         )  # fmt: skip
 
 
 class DeviceSequence:
     """``TokenSequence`` of rounds on a card. A prompt runs as windows; its last one gives the logits."""
+
+    lends = True
 
     def __init__(self, rounds: DeviceRounds) -> None:
         self.alive = True
@@ -281,9 +310,19 @@ class DeviceSequence:
             if number:
                 rounds.state.commit(windows[number - 1][1] - windows[number - 1][0])
             last = number == len(windows) - 1
-            found = rounds.run(ids[first:stop], with_logits=last and logits != "none")
+            found = rounds.run(ids[first:stop], "logits" if last and logits != "none" else "none")
         self._before_last = windows[-1][0]
         return found[-1:] if found is not None and logits == "last" else found
+
+    def best_ids(self, ids: Sequence[int], cancellation: Cancellation | None) -> list[int]:
+        self._check()
+        if len(ids) > MAX_WINDOW:
+            raise EngineError(f"a window of {len(ids)} rows is wider than {MAX_WINDOW}", "use smaller windows")
+        if cancellation is not None:
+            cancellation.check()
+        self._rounds.run(ids, "best")
+        self._before_last = 0
+        return self._rounds.best_ids(len(ids))
 
     def commit(self, num_rows: int) -> None:
         """Of a prompt, rows before the last window are committed already."""

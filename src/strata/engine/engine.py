@@ -386,11 +386,10 @@ class Engine:
         """
         session = Session(self._runtime)
         began = time.perf_counter()
-        logits_V = session.read_prompt(ids)
+        token = int(session.read_prompt(ids).argmax())
         read = time.perf_counter()
         for at in range(tokens):
-            token = int(logits_V.numpy().argmax()) if given is None else given[at]
-            logits_V = session.round([token])[0]
+            token = session.greedy_round([token if given is None else given[at]])[0]
             session.commit(1, decoded=True)
         done = time.perf_counter()
         return {

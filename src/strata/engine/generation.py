@@ -62,8 +62,8 @@ def answer(
     sampler = Sampler(params, prompt, end_ids=end_ids)
     limit = room if params.max_tokens is None else min(room, params.max_tokens)
     count = 0
+    choice = sampler.pick(logits_V.numpy(), row=f"of position {session.length - 1}")
     while True:
-        choice = sampler.pick(logits_V.numpy(), row=f"of position {session.length - 1}")
         sampler.accept(choice.token)
         count += 1
         events = stream.push(choice.token)
@@ -75,8 +75,16 @@ def answer(
         try:
             if cancellation:
                 cancellation.check()
-            logits_V = session.round([choice.token], cancellation=cancellation)[0]
+            choice = _next(session, sampler, choice.token, cancellation)
         except Cancelled:
             yield Piece(tuple(stream.close()), None, "cancelled")
             return
         session.commit(1, decoded=True)
+
+
+def _next(session: Session, sampler: Sampler, token: int, cancellation: Cancellation | None) -> Choice:
+    """One round: what follows ``token``. Where the largest logit decides, the device has found it."""
+    if sampler.takes_largest:
+        return Choice(session.greedy_round([token], cancellation=cancellation)[0])
+    logits_V = session.round([token], cancellation=cancellation, lent=True)[0]
+    return sampler.pick(logits_V.numpy(), row=f"of position {session.length}")

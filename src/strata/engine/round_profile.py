@@ -86,6 +86,6 @@ def _profile_on_card(runtime: Runtime, ids: Sequence[int], context: int, timelin
     for number, token in enumerate(ids):
         timeline.mark(f"round {number}")
         with timeline.measure("round", ROUNDS_LANE):
-            sequence.forward([token], "all", None, certain=False)
+            sequence.best_ids([token], None)
             sequence.commit(1)
     timeline.chain(rounds.time_launches(ids[:1]), time.perf_counter(), CARD_LANE)

@@ -88,6 +88,13 @@ class Sampler:
         self._seen: set[int] = set(prompt) if self._repeats else set()
         self._seen_ids = _as_ids(self._seen)
 
+    @property
+    def takes_largest(self) -> bool:
+        """Whether the current step's choice is the lowest id among the largest logits, with nothing else to say."""
+        params = self.params
+        adjusts = params.logit_bias or len(self._forbidden()) or self._counts or self._seen
+        return params.greedy and params.logprobs is None and not adjusts
+
     def pick(self, logits: npt.ArrayLike, *, row: str = "0") -> Choice:
         """Choose for the current step from ``logits`` (vocabulary, FP32, host memory; not changed, not kept).
 
@@ -117,7 +124,8 @@ class Sampler:
     def _adjusted(self, values: Row) -> Row | Row64:
         """Steps 2 to 4; the row itself where nothing applies."""
         params = self.params
-        forbidden = self._forbidden(len(values))
+        forbidden = self._forbidden()
+        forbidden = forbidden[forbidden < len(values)]
         if not (params.logit_bias or len(forbidden) or self._counts or self._seen):
             return values
         adjusted = self._work.wide("adjusted", values)
@@ -136,10 +144,10 @@ class Sampler:
             adjusted[said[inside]] -= params.frequency_penalty * counts[inside] + params.presence_penalty
         return adjusted
 
-    def _forbidden(self, vocabulary: int) -> Ids:
-        early = self.step < self.params.min_tokens
-        ids = self._end_ids if early else self._eos_ids if self.params.ignore_eos else self._end_ids[:0]
-        return ids[ids < vocabulary]
+    def _forbidden(self) -> Ids:
+        if self.step < self.params.min_tokens:
+            return self._end_ids
+        return self._eos_ids if self.params.ignore_eos else self._end_ids[:0]
 
 
 def finite_row(logits: npt.ArrayLike, row: str) -> Row:

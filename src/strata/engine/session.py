@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from strata.engine.cancellation import Cancellation
-from strata.errors import RequestError
+from strata.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
     import torch
@@ -141,18 +141,45 @@ class Session:
         assert logits_TV is not None
         self._prompt_tokens += len(ids)
         self._prompt_seconds += time.perf_counter() - began
-        return logits_TV[-1]
+        return logits_TV[-1].clone() if self._sequence.lends else logits_TV[-1]
 
-    def round(self, ids: Sequence[int], *, cancellation: Cancellation | None = None) -> torch.Tensor:
-        """One decode round over a window of rows; returns logits FP32 [T, V]. Records them; see ``commit``."""
+    def round(
+        self, ids: Sequence[int], *, cancellation: Cancellation | None = None, lent: bool = False
+    ) -> torch.Tensor:
+        """One decode round over a window of rows; returns logits FP32 [T, V]. Records them; see ``commit``.
+
+        ``lent``: the logits may lie in memory that the next round overwrites.
+        """
         self.check_room(len(ids))
         began = time.perf_counter()
         logits_TV = self._forward(ids, "all", cancellation, certain=False)
         assert logits_TV is not None
+        if self._sequence.lends and not lent:
+            logits_TV = logits_TV.clone()
+        self._end_round(began)
+        return logits_TV
+
+    def greedy_round(self, ids: Sequence[int], *, cancellation: Cancellation | None = None) -> list[int]:
+        """As ``round``; returns the id that follows each row: the lowest among the largest logits.
+
+        Raises ``EngineError`` where a logit is NaN or the largest is not finite.
+        """
+        self.check_room(len(ids))
+        began = time.perf_counter()
+        best = self._sequence.best_ids(ids, cancellation)
+        self._recorded = list(ids)
+        if min(best) < 0:
+            raise EngineError(
+                f"row of position {self.length + best.index(-1)}: the largest logit is not a finite number",
+                "the weights or a kernel are at fault: 'strata verify' finds which",
+            )
+        self._end_round(began)
+        return best
+
+    def _end_round(self, began: float) -> None:
         self._rounds += 1
         self._runtime.end_round()
         self._decode_seconds += time.perf_counter() - began
-        return logits_TV
 
     def commit(self, num_rows: int, *, decoded: bool = False) -> None:
         """Accepts the first ``num_rows`` recorded rows and forgets the others."""

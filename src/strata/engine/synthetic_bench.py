@@ -218,7 +218,7 @@ class _Measuring:
             self._report(line)
         kept = self._kept()
         for token in self._ids[:WARM_ROUNDS]:
-            self._session.round([token])
+            self._session.greedy_round([token])
             self._session.commit(1)
         while len(runs := kept.read(self._arm.name)) < self._case.runs:
             if runs and time.perf_counter() - self._began > ARM_SECONDS * (1 - 1 / (len(runs) + 1)):
@@ -258,7 +258,7 @@ class _Measuring:
         session.pretend(context)
         began = time.perf_counter()
         for token in self._ids:
-            session.round([token])
+            session.greedy_round([token])
             session.commit(1, decoded=True)
         return len(self._ids) / (time.perf_counter() - began)
 

@@ -40,13 +40,14 @@ class _NgramRows:
     """What the n-gram table says of a round's tokens: written by the host, copied when the block begins."""
 
     def __init__(self, gather: GatherRows, width: int, device: torch.device, take_pinned: TakePinned) -> None:
-        self.gather = gather
+        self._gather = gather
         address, self._alias = take_pinned(MAX_WINDOW * width * 4)
-        self._host_WD = floats_at(address, MAX_WINDOW, width)
+        host_WD = floats_at(address, MAX_WINDOW, width)
+        self._host = [host_WD[:rows] for rows in range(MAX_WINDOW + 1)]
         self.device_WD = torch.zeros(MAX_WINDOW, width, device=device)
 
-    def write(self, rows_TD: torch.Tensor) -> None:
-        self._host_WD[: rows_TD.shape[0]] = rows_TD
+    def write(self, windows: list[list[int]], rows: int) -> None:
+        self._gather(windows, self._host[rows])
 
     def record(self, program: Program, rows: int) -> torch.Tensor:
         record_copy_in(program, Address(self._alias), self.device_WD[:rows])
@@ -104,12 +105,18 @@ class DeviceState:
             )
 
     def begin(self, ids: Sequence[int]) -> None:
-        """Starts a round of ``ids``: what the n-gram tables say of them is put where the device reads it."""
+        """Starts a round of ``ids``."""
         self.check_room(len(ids))
         self._recorded = len(ids)
+
+    def gather(self, ids: Sequence[int]) -> None:
+        """Puts what the n-gram tables say of a round's ids where its ``COPY_IN`` reads it.
+
+        Raises ``CheckpointError`` for a damaged row.
+        """
         for layer, rows in self._ngram_rows.items():
             history = self._state.ngram[layer].history
-            rows.write(rows.gather(history.windows(ids)))
+            rows.write(history.windows(ids), len(ids))
             history.record(ids)
 
     def folded(self) -> None:

@@ -5,7 +5,7 @@ Lives in ``kvcache`` beside both. It must not know models or layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -23,8 +23,12 @@ __all__ = [
     "TailPart",
 ]
 
-GatherRows = Callable[[list[list[int]]], torch.Tensor]
-"""From windows of token ids (a list a sequence, with the ids that precede the rows) to the rows' embeddings, T x D."""
+
+class GatherRows(Protocol):
+    """See ``layers.ngram.NgramEmbedding.gather``."""
+
+    def __call__(self, windows: list[list[int]], out_TX: torch.Tensor | None = None) -> torch.Tensor:
+        """From windows of token ids (a list a sequence, with the ids that precede the rows) to the rows' embeddings."""
 
 
 class RotaryTable(Protocol):

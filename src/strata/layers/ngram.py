@@ -26,8 +26,8 @@ __all__ = ["NgramEmbedding", "NgramTable", "TensorTable"]
 class NgramTable(Protocol):
     """A table of rows that lies wherever it fits."""
 
-    def gather(self, rows_TK: npt.NDArray[np.int64]) -> torch.Tensor:
-        """FP32 T x (K * D): the K rows of each token side by side, on the model's device."""
+    def gather(self, rows_TK: npt.NDArray[np.int64], out_TX: torch.Tensor | None = None) -> torch.Tensor:
+        """FP32 T x (K * D): the K rows of each token side by side, on the model's device, or in ``out_TX`` in RAM."""
 
 
 class TensorTable:
@@ -36,9 +36,10 @@ class TensorTable:
     def __init__(self, data_VD: torch.Tensor) -> None:
         self.data_VD = data_VD
 
-    def gather(self, rows_TK: npt.NDArray[np.int64]) -> torch.Tensor:
+    def gather(self, rows_TK: npt.NDArray[np.int64], out_TX: torch.Tensor | None = None) -> torch.Tensor:
         index = torch.from_numpy(rows_TK).to(self.data_VD.device)
-        return functional.embedding(index, self.data_VD).float().flatten(1)
+        found = functional.embedding(index, self.data_VD).float().flatten(1)
+        return found if out_TX is None else out_TX.copy_(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,7 @@ class NgramEmbedding:
         state.tail.record(normed_TC, certain=rows.certain)
         return ops.add(x_TSH, ops.add(gated_TSH, spread_TC.view(x_TSH.shape)))
 
-    def gather(self, windows: list[list[int]]) -> torch.Tensor:
-        """The table's rows of every window's tokens, T x width."""
-        return self.table.gather(np.concatenate([self.hash.rows(window) for window in windows]))
+    def gather(self, windows: list[list[int]], out_TX: torch.Tensor | None = None) -> torch.Tensor:
+        """The table's rows of every window's tokens, T x width; in ``out_TX``, memory in RAM, where it is given."""
+        rows = [self.hash.rows(window) for window in windows]
+        return self.table.gather(rows[0] if len(rows) == 1 else np.concatenate(rows), out_TX)

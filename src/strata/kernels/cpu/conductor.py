@@ -120,14 +120,16 @@ class Conductor:
         self._handle = ctypes.c_void_p()
         opened = _function("open", ctypes.c_void_p, ctypes.c_void_p)
         check(opened(ctypes.byref(self._config), ctypes.byref(self._handle)))
+        self._begin = _function("begin", ctypes.c_void_p, ctypes.c_int)
+        self._end = _function("end", ctypes.c_void_p)
 
     def begin(self, wait_ms: int = LATE_MS) -> None:
         """A round may post from now on. Raises ``EngineError`` if the thread is still busy after ``wait_ms``."""
-        check(_function("begin", ctypes.c_void_p, ctypes.c_int)(self._handle, wait_ms))
+        check(self._begin(self._handle, wait_ms))
 
     def end(self) -> None:
         """No round posts from now on. Raises ``EngineError`` with the words of a task of this round that failed."""
-        check(_function("end", ctypes.c_void_p)(self._handle))
+        check(self._end(self._handle))
 
     def abort(self) -> None:
         """Sets the abort word: the running round waits for nobody any more."""

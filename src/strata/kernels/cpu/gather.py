@@ -37,14 +37,23 @@ def _native_gather() -> ctypes._NamedFuncPointer:
 
 
 def gather_rows(
-    descriptor: int, format: TableFormat, columns: int, ids: npt.NDArray[np.int64], name: str
+    descriptor: int,
+    format: TableFormat,
+    columns: int,
+    ids: npt.NDArray[np.int64],
+    name: str,
+    out: npt.NDArray[np.float32] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """N x columns, fresh: the rows ``ids`` of an open file, each checked and decoded. Releases the GIL.
+    """N x columns: the rows ``ids`` of an open file, each checked and decoded, in ``out`` or fresh memory. Releases the
+    GIL.
 
     ``name`` opens the line of the ``CheckpointError`` for a row that is damaged or cannot be read.
     """
     numbers = np.ascontiguousarray(ids, dtype=np.int64)
-    rows: np.ndarray[Any, np.dtype[np.float32]] = np.empty((numbers.size, columns), dtype=np.float32)
+    rows: np.ndarray[Any, np.dtype[np.float32]]
+    rows = np.empty((numbers.size, columns), dtype=np.float32) if out is None else out
+    assert rows.flags.c_contiguous, "native code fills whole arrays"
+    assert rows.size == numbers.size * columns, "memory of another size"
     bad_row, bad_errno = ctypes.c_int64(), ctypes.c_int()
     status = _native_gather()(
         descriptor,

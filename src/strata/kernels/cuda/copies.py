@@ -11,7 +11,9 @@ import torch
 
 from strata.kernels.cuda.program import Address, Program
 
-__all__ = ["floats_at", "record_copy_in"]
+__all__ = ["COPY_IN", "floats_at", "record_copy_in"]
+
+COPY_IN = "state.copy_in"
 
 _THREADS = 256
 
@@ -25,4 +27,4 @@ def floats_at(address: int, rows: int, width: int) -> torch.Tensor:
 def record_copy_in(program: Program, source: Address, target: torch.Tensor) -> None:
     """One launch that fills a FP32 tensor from an address of the host that the device reads, written between rounds."""
     count = target.numel()
-    program.launch("state.copy_in", (-(-count // _THREADS),), _THREADS, source, count, target)
+    program.launch(COPY_IN, (-(-count // _THREADS),), _THREADS, source, count, target)

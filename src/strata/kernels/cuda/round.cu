@@ -281,15 +281,19 @@ extern "C" __global__ void combine(CombineShape shape, StrataMailbox* box, Round
     if (!finite) flags[row] = 1;
 }
 
-// Writes what the host wants of a round to memory that it reads: logits, the best ids, flags, how it ended. Grid: any.
-extern "C" __global__ void publish(const float* logits, float* host_logits, int values, const int* best, int* host_best,
-                                   const unsigned char* flags, unsigned char* host_flags, int rows,
+// Writes what the host wants of a round to memory that it reads: so many values of the logits, the best ids (-1 where the
+// best logit is not finite) if a row has any columns, flags, how it ended. Grid: any.
+extern "C" __global__ void publish(const float* logits, float* host_logits, int columns, int values, const int* best,
+                                   int* host_best, const unsigned char* flags, unsigned char* host_flags, int rows,
                                    const int* inputs_ticket, const RoundState* state, StrataMailbox* box) {
     const int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
     for (int i = first; i < values; i += step) host_logits[i] = logits[i];
     if (blockIdx.x != 0) return;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
-        if (values > 0) host_best[i] = best[i];
+        if (columns > 0) {
+            const int id = best[i];
+            host_best[i] = id >= 0 && is_finite(logits[static_cast<long long>(i) * columns + id]) ? id : -1;
+        }
         host_flags[i] = flags[i];
     }
     if (threadIdx.x == 0) {
