@@ -456,6 +456,11 @@ static inline int __dp4a(int a, int b, int c) {
     for (int i = 0; i < 4; ++i) c += static_cast<signed char>(a >> 8 * i) * static_cast<signed char>(b >> 8 * i);
     return c;
 }
+static inline int __float2int_rn(float a) {  // saturates; NaN is 0
+    if (!(a == a)) return 0;
+    const float whole = nearbyintf(a);
+    return whole >= 0x1p31f ? 0x7FFFFFFF : whole < -0x1p31f ? static_cast<int>(0x80000000u) : static_cast<int>(whole);
+}
 static inline int min(int a, int b) { return a < b ? a : b; }
 static inline int max(int a, int b) { return a < b ? b : a; }
 static inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }

@@ -98,6 +98,7 @@ class EmulatedMachine:
     def __init__(self, *, backward: bool = False, multiprocessors: int = 3) -> None:
         self.device = torch.device("cpu")
         self.multiprocessors = multiprocessors
+        self.cache_bytes = 48 << 20
         self.backward = backward
         self.problems: list[str] = []
         self.late: Sequence[tuple[torch.Tensor, int]] = ()

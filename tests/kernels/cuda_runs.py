@@ -11,6 +11,7 @@ import torch
 from strata.kernels.cuda.ops import CudaOps
 from strata.kernels.cuda.program import MAX_WINDOW, RoundInputs, Runnable
 from strata.kernels.ops import Matrix
+from strata.kernels.reference import ReferenceOps
 from tests.emulator.machine import EmulatedMachine, EmulatedProgram
 
 FORMATS = ("f32", "bf16", "q8_0")
@@ -30,6 +31,7 @@ class Run:
         program = EmulatedProgram(multiprocessors)
         inputs = RoundInputs.on(program.device)
         machine = EmulatedMachine(backward=backward, multiprocessors=multiprocessors)
+        options.setdefault("cache_bytes", machine.cache_bytes)
         return cls(program, inputs, CudaOps(program, inputs, **options), machine)
 
     def set(self, ids: Sequence[int] = (), position: int = 0, accepted: int = 0) -> Run:
@@ -53,6 +55,25 @@ def run(record: Callable[[CudaOps], Any], *, position: int = 0, accepted: int = 
     found = record(one.ops)
     one.go()
     return found
+
+
+class CodedReference(ReferenceOps):
+    """The reference whose q8_0 products read 16-bit codes of their rows, by the rule of decision record 0071."""
+
+    def linear(self, x_TI: torch.Tensor, weight_OI: Matrix) -> torch.Tensor:
+        return super().linear(coded(x_TI) if weight_OI.format == "q8_0" else x_TI, weight_OI)
+
+
+def coded(x: torch.Tensor) -> torch.Tensor:
+    """Rows as their codes say, exact in FP32. See ``rows_mirror.code_row``, which this is held to."""
+    columns = x.shape[-1]
+    blocks = torch.nn.functional.pad(x, (0, -columns % 32)).unflatten(-1, (-1, 32)).double()
+    largest = blocks.abs().amax(-1, keepdim=True)
+    exponent = (torch.frexp(largest.clamp_min(2.0**-100)).exponent - 1).clamp_min(-100)
+    unit = torch.ldexp(torch.ones_like(largest), exponent - 14)
+    codes = torch.round(blocks / unit).clamp_max(32767)
+    values = torch.where(largest < 2.0**96, codes * unit, torch.full_like(codes, torch.nan))
+    return values.flatten(-2)[..., :columns].float()
 
 
 def noise(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:

@@ -50,6 +50,7 @@ class CUdevice_attribute(enum.IntEnum):  # noqa: N801
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
     CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
+    CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE = 38
 
 
 class CUfunction_attribute(enum.IntEnum):  # noqa: N801
@@ -106,6 +107,7 @@ class FakeCard:
     memory_total: int = 1 << 30
     memory_free: int = 900 << 20
     max_shared: int = 232_448
+    cache_bytes: int = 50 << 20
     timeout: int = 0
     integrated: int = 0
     contexts: int = 0
@@ -233,6 +235,7 @@ class FakeCuda:
             CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: card.architecture[0],
             CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: card.architecture[1],
             CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: card.max_shared,
+            CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: card.cache_bytes,
         }
         return CUresult.CUDA_SUCCESS, values[attrib]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strata.errors import EngineError
 from strata.kernels.cuda.ops import CudaOps
 from strata.kernels.reference import ReferenceOps
-from tests.kernels.cuda_runs import Run, equal, noise, run, same_rows
+from tests.kernels.cuda_runs import Run, equal, noise, random_matrix, run, same_rows
 
 REFERENCE = ReferenceOps()
 
@@ -43,6 +43,24 @@ def test_dense(rows: int, start: int, group: tuple[int, int], width: int, dtype:
 def test_rows_of_dense_attention(width: int) -> None:
     q, (k, v) = noise(8, 4, width), cache(300, 2, width, torch.bfloat16)
     same_rows(lambda ops, r: ops.attention(q[r], k, v, 0, 0.3), 8, position=251)
+
+
+@pytest.mark.parametrize("apart_first", [False, True])
+def test_a_gate_is_applied_where_the_rows_are_made(apart_first: bool) -> None:
+    """With the bits of a gated product of rows that were read by something else first."""
+    q, (k, v), gate = noise(5, 4, 64), cache(300, 2, 64, torch.bfloat16), noise(5, 4, 2, 64)
+    matrix = random_matrix(9, 256, "q8_0")
+
+    def record(ops: CudaOps, r: slice = slice(0, 5)) -> torch.Tensor:
+        attended = ops.attention(q[r], k, v, 0, 0.3)
+        if apart_first:
+            ops.settle()
+        return ops.gated_linear(gate[r][:, :, 1], attended, matrix, "sigmoid")
+
+    found = run(record, position=251)
+    attended = run(lambda ops: ops.attention(q, k, v, 0, 0.3), position=251)
+    assert equal(found, run(lambda ops: ops.gated_linear(gate[:, :, 1], attended, matrix, "sigmoid")))
+    same_rows(record, 5, position=251)
 
 
 def test_one_program_serves_every_position() -> None:

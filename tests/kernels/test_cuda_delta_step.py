@@ -6,19 +6,22 @@ The law: the same bits as its operations one by one, with tail, pending rows and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
 
 from strata.errors import EngineError
 from strata.kernels.cuda.program import MAX_WINDOW
+from strata.kernels.cuda.recorder import Ahead
 from strata.kernels.cuda.records import DeltaRecord, TailRecord
 from strata.kernels.ops import DeltaRows, DeltaWeights
-from tests.kernels.cuda_runs import Run, equal, noise
+from tests.kernels.cuda_runs import Run, equal, noise, random_matrix
 from tests.kernels.cuda_runs import run as run_op
 
 Shape = tuple[int, int, int, int, int]
 SHAPES: list[Shape] = [(1, 1, 4, 3, 4), (2, 6, 32, 33, 2), (1, 3, 128, 40, 4), (2, 2, 130, 64, 5), (1, 1, 256, 32, 6)]
+HEADS: list[Shape] = [(1, 1, 128, 128, 4), (2, 6, 128, 128, 4)]  # a block a value head
 ROUNDS = [(1, 1), (1, 1), (4, 2), (8, 8), (3, 0), (3, 3), (8, 1), (1, 0), (2, 2)]  # rows, and how many are accepted
 
 
@@ -29,6 +32,15 @@ class Window:
     qkv_TC: torch.Tensor
     b_TN: torch.Tensor
     a_TN: torch.Tensor
+
+
+@dataclass
+class Norm:
+    """What the gated norm of a round reads."""
+
+    z_TNV: torch.Tensor
+    weight_V: torch.Tensor
+    gate: Literal["sigmoid", "silu"]
 
 
 def weights_of(shape: Shape) -> DeltaWeights:
@@ -84,7 +96,7 @@ class Kept:
         self.accepted = self.turn = 0
         self._backward = backward
 
-    def round(self, one: Window, late: tuple[int, int] | None = None) -> torch.Tensor:
+    def round(self, one: Window, late: tuple[int, int] | None = None, norm: Norm | None = None) -> torch.Tensor:
         """``late``: what accepted and turn seem to be before the launch before is complete."""
         run = Run.new(backward=self._backward).set(accepted=self.accepted)
         run.inputs.turn[0] = self.turn
@@ -95,6 +107,9 @@ class Kept:
         tail = self.record.tail.stand_in_UC
         q, made = run.ops.delta_inputs(one.qkv_TC, tail, one.b_TN, one.a_TN, self.weights)
         out = run.ops.gated_delta(q, made, self.state, None, write=False)
+        if norm is not None:
+            out = run.ops.gated_norm(out, norm.z_TNV, norm.weight_V, 1e-6, norm.gate)
+        run.ops.settle()
         assert [launch.kernel.rpartition("_")[0] for launch in run.program.launches] == ["delta_step.delta_step"]
         run.go()
         self.accepted, self.turn = 0, 1 - self.turn
@@ -112,7 +127,7 @@ def both(shape: Shape, *, backward: bool = False) -> tuple[Separate, Kept, Delta
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *HEADS])
 def test_one_launch_gives_the_bits_of_its_parts(shape: Shape, backward: bool) -> None:
     separate, kept, weights = both(shape, backward=backward)
     for number, (rows, accepted) in enumerate(ROUNDS):
@@ -123,10 +138,45 @@ def test_one_launch_gives_the_bits_of_its_parts(shape: Shape, backward: bool) ->
         separate.commit(accepted)
 
 
+@pytest.mark.parametrize("gate", ["sigmoid", "silu"])
+def test_a_step_of_whole_heads_norms_its_result(gate: Literal["sigmoid", "silu"]) -> None:
+    shape = HEADS[1]
+    separate, kept, weights = both(shape)
+    for number, (rows, accepted) in enumerate([*ROUNDS[1:5], (5, 5), (6, 1), (7, 7), (1, 1)]):
+        one = window(weights, rows, number)
+        norm = Norm(noise(rows, 6, 128, seed=number), noise(128), gate)
+        o = separate.round(one)
+        expected = run_op(lambda ops: ops.gated_norm(o, norm.z_TNV, norm.weight_V, 1e-6, gate))  # noqa: B023 - at once
+        assert equal(kept.round(one, norm=norm), expected), f"round {number}"
+        assert equal(kept.state, separate.state)
+        kept.commit(accepted)
+        separate.commit(accepted)
+
+
+def test_the_product_that_follows_reads_plain_rows_and_is_brought_by_the_step() -> None:
+    _, kept, weights = both(HEADS[0])
+    run = Run.new()
+    run.program.tails[kept.record.tail.stand_in_UC.data_ptr()] = kept.record.tail
+    run.program.deltas[kept.state.data_ptr()] = kept.record
+    one, output = window(weights, 2, 0), random_matrix(6, 128, "bf16")
+    q, made = run.ops.delta_inputs(one.qkv_TC, kept.record.tail.stand_in_UC, one.b_TN, one.a_TN, weights)
+    o = run.ops.gated_delta(q, made, kept.state, None, write=False)
+    y = run.ops.gated_norm(o, noise(2, 1, 128), noise(128), 1e-6, "silu")
+    found = run.ops.linear(y.flatten(1), output)
+    step, product = run.program.launches
+    assert (step.kernel, product.kernel) == ("delta_step.delta_step_head", "linear.linears_2x2")
+    ahead = step.arguments[-1]
+    assert isinstance(ahead, Ahead)
+    assert (ahead.at[0], ahead.bytes[0]) == (output.data.data_ptr(), output.data.nbytes)
+    run.go()
+    torch.testing.assert_close(found, y.flatten(1) @ output.data.float().T)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 32, 33, 4), HEADS[1]])
 @pytest.mark.parametrize("rounds_lost", [1, 2, 3])
-def test_rounds_that_were_given_up_are_repeated_from_the_same_state(rounds_lost: int) -> None:
+def test_rounds_that_were_given_up_are_repeated_from_the_same_state(rounds_lost: int, shape: Shape) -> None:
     """A round that is given up folds, and leaves rows that nobody accepts, whatever they hold."""
-    separate, kept, weights = both((2, 4, 32, 33, 4))
+    separate, kept, weights = both(shape)
     for number, (rows, accepted) in enumerate([(2, 2), (8, 5), (1, 1), (3, 2)]):
         one = window(weights, rows, number)
         for lost in range(rounds_lost):
@@ -139,8 +189,9 @@ def test_rounds_that_were_given_up_are_repeated_from_the_same_state(rounds_lost:
 
 
 @pytest.mark.parametrize("late", [(0, 0), (8, 0), (3, 1), (-5, 1), (1 << 30, 0x7FFFFFFF)])
-def test_words_that_come_late_are_waited_for(late: tuple[int, int]) -> None:
-    separate, kept, weights = both((2, 4, 32, 33, 4))
+@pytest.mark.parametrize("shape", [(2, 4, 32, 33, 4), HEADS[1]])
+def test_words_that_come_late_are_waited_for(late: tuple[int, int], shape: Shape) -> None:
+    separate, kept, weights = both(shape)
     for number, (rows, accepted) in enumerate([(3, 2), (1, 1), (8, 0), (2, 2)]):
         one = window(weights, rows, number)
         assert equal(kept.round(one, late), separate.round(one))

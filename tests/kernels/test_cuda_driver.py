@@ -44,8 +44,8 @@ def test_the_fake_has_the_real_calls_and_numbers() -> None:
 def test_what_is_read_of_a_card(fake: FakeCuda) -> None:
     fake.cards = [FakeCard(), FakeCard(name=b"Other", architecture=(12, 0), timeout=1, integrated=1, memory_total=5)]
     assert read_cards() == [
-        Card(0, "Fake 9000", "0000:01:00.0", 90, 12, 1 << 30, 232_448, False, False, (13, 0)),
-        Card(1, "Other", "0000:02:00.0", 120, 12, 5, 232_448, True, True, (13, 0)),
+        Card(0, "Fake 9000", "0000:01:00.0", 90, 12, 1 << 30, 232_448, 50 << 20, False, False, (13, 0)),
+        Card(1, "Other", "0000:02:00.0", 120, 12, 5, 232_448, 50 << 20, True, True, (13, 0)),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +16,12 @@ from strata.kernels.cpu.conductor import Conductor, RamTables
 from strata.kernels.cpu.experts import ExpertKernel, group_picks
 from strata.kernels.cuda.expert_step import ExpertStep, ExpertTables, RoundMemory
 from strata.kernels.cuda.mailbox import Mailbox
-from strata.kernels.cuda.program import MAX_WINDOW, Program
+from strata.kernels.cuda.ops import CudaOps
+from strata.kernels.cuda.program import MAX_WINDOW, Program, RoundInputs
 from strata.kernels.host import HostBackend
 from strata.quant import ExpertFormat, ExpertLayout
 from tests.emulator.machine import EmulatedMachine
+from tests.kernels.cuda_runs import noise, random_matrix
 
 LAYERS, EXPERTS, TOP_K = 2, 6, 3
 HIDDEN, INNER = 100, 37
@@ -39,6 +41,7 @@ class Bench:
     conductor: Conductor
     machine: EmulatedMachine
     ticket: int = 0
+    num_launches: int = 0
 
     def address(self, layer: int, expert: int) -> int:
         return self.blobs.data_ptr() + (layer * EXPERTS + expert) * self.layout.blob_bytes
@@ -53,12 +56,19 @@ class Bench:
     def run(
         self, x: torch.Tensor, ids: list[torch.Tensor], weights: torch.Tensor, limit_ms: int = 20_000
     ) -> list[torch.Tensor]:
+        return self.record(x, lambda _, step: [step(n, x, ids[n], weights) for n in range(LAYERS)], limit_ms)
+
+    def record(
+        self, x: torch.Tensor, record: Callable[[CudaOps, ExpertStep], list[torch.Tensor]], limit_ms: int = 20_000
+    ) -> list[torch.Tensor]:
         rows = x.shape[0]
         program = Program(torch.device("cpu"), 3)
-        step = ExpertStep(program, self.layout, self.tables, self.memory, self.mailbox, rows, TOP_K)
+        ops = CudaOps(program, RoundInputs.on(program.device))
+        step = ExpertStep(ops, self.layout, self.tables, self.memory, self.mailbox, rows, TOP_K)
         words = torch.zeros(MAX_WINDOW + 3, dtype=torch.int32)
-        ys = [step(layer, x, ids[layer], weights) for layer in range(LAYERS)]
+        ys = record(ops, step)
         layers = program.take()
+        self.num_launches = len(layers)
         program.launch(
             "round.begin", (1,), 32, self.mailbox.device("inputs"), words, len(words), self.memory.state, LAYERS,
             self.memory.flags, MAX_WINDOW,
@@ -156,6 +166,33 @@ def test_every_split_gives_the_same_bits(format: ExpertFormat, where: str) -> No
         finally:
             made.conductor.close()
             made.mailbox.close()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_a_router_and_a_product_are_done_in_the_experts_first_launch(bench: Bench, rows: int) -> None:
+    """With the bits of launches of their own."""
+    x, _, _ = inputs(rows)
+    bench.place("vcpvccvcvpcv")
+    logits, gate, up = noise(rows, EXPERTS), noise(rows, 96), noise(rows, 96, seed=1)
+    down = random_matrix(HIDDEN, 96, "q8_0")
+
+    def record(ops: CudaOps, step: ExpertStep, *, apart: bool) -> list[torch.Tensor]:
+        found = []
+        for layer in range(LAYERS):
+            product = ops.gated_linear(gate, up, down, "silu")
+            if apart:
+                ops.settle()
+            ids, weights = ops.router(logits, TOP_K, renormalise=True)
+            if apart:
+                ops.settle()
+            found += [product, ids, weights, step(layer, x, ids, weights)]
+        return found
+
+    together = bench.record(x, lambda ops, step: record(ops, step, apart=False))
+    assert bench.num_launches == 4 * LAYERS
+    apart = bench.record(x, lambda ops, step: record(ops, step, apart=True))
+    assert bench.num_launches == 6 * LAYERS
+    same(together, apart)
 
 
 @pytest.mark.parametrize("balance", [True, False])

@@ -39,10 +39,11 @@ def test_mix(rows: int, streams: int, columns: int, rank: int, formats: tuple[st
     x, weights = noise(rows, streams, columns), mixer(streams, columns, rank, formats, inject=inject)
     u, c = run(lambda ops: ops.hyper_mix(x, weights))
     expected_u, expected_c = REFERENCE.hyper_mix(x, weights)
-    torch.testing.assert_close(u, expected_u, rtol=2e-5, atol=3e-6)
+    rtol, atol = (1e-4, 1e-4) if "q8_0" in formats else (2e-5, 3e-6)  # 16-bit codes of rows cost about 3e-5
+    torch.testing.assert_close(u, expected_u, rtol=rtol, atol=atol)
     assert (c is None) == (expected_c is None)
     if c is not None and expected_c is not None:
-        torch.testing.assert_close(c, expected_c, rtol=2e-5, atol=3e-6)
+        torch.testing.assert_close(c, expected_c, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("columns", [33, 160])
@@ -53,6 +54,30 @@ def test_odd_widths_and_rows(columns: int, format: str) -> None:
     torch.testing.assert_close(u, REFERENCE.hyper_mix(x, weights)[0], rtol=2e-5, atol=3e-6)
     same_rows(lambda ops, r: ops.hyper_mix(x[r], weights), 8)
     same_rows(lambda ops, r: ops.hyper_mix(x[r], weights), 3)
+
+
+@pytest.mark.parametrize(("columns", "rank"), [(512, 32), (2560, 320), (1024, 512)])
+@pytest.mark.parametrize("format", ["q8_0", "bf16"])
+@pytest.mark.parametrize("inject", [False, True])
+def test_the_shape_that_kernels_are_made_for(columns: int, rank: int, format: str, inject: bool) -> None:
+    """Near the reference, and row by row the same bits."""
+    x, weights = noise(8, 4, columns), mixer(4, columns, rank, (format, format), inject=inject)
+    added = noise(8, 4), noise(8, columns), noise(8, 1), noise(8, columns, seed=1)
+
+    def record(ops: CudaOps, r: slice = slice(0, 8)) -> list[torch.Tensor]:
+        c, y, gate, more = (part[r] for part in added)
+        streams = ops.hyper_add(x[r], c, ops.add_gated(y, gate, more))
+        u, strength = ops.hyper_mix(streams, weights)
+        return [streams, u] if strength is None else [streams, u, strength]
+
+    found = run(record)
+    c, y, gate, more = added
+    streams = REFERENCE.hyper_add(x, c, REFERENCE.add_gated(y, gate, more))
+    bound = 1e-4 if format == "q8_0" else 2e-5
+    for one, expected in zip(found, [streams, *REFERENCE.hyper_mix(streams, weights)], strict=False):
+        torch.testing.assert_close(one, expected, rtol=bound, atol=bound)
+    same_rows(record, 8)
+    same_rows(record, 3)
 
 
 def test_rows_that_do_not_fit_shared_memory_together() -> None:

@@ -250,10 +250,8 @@ class DeviceRounds:
         machine = self._machine
         program = Program(machine.device, machine.multiprocessors)
         state = self.state.record(program, rows)
-        step = ExpertStep(
-            program, self._layout, self.dispatch.tables, self._memory, self._mailbox, rows, self._top_k
-        )  # fmt: skip
-        ops = CudaOps(program, self._inputs)
+        ops = CudaOps(program, self._inputs, cache_bytes=machine.cache_bytes)
+        step = ExpertStep(ops, self._layout, self.dispatch.tables, self._memory, self._mailbox, rows, self._top_k)
         wanted: LogitRows = "none" if answer == "none" else "all"
         logits_TV = self._model.forward(ops, [0] * rows, state, step, wanted)
         self._record_end(program, ops, rows, logits_TV, answer)

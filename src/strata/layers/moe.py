@@ -42,8 +42,8 @@ class MixtureOfExperts:
             return self._routed(ops, x_TH, ops.linear(x_TH, self.router), experts)
         projections = [self.router, shared.weight, shared.gate, shared.up]
         logits_TE, weight_T1, gate_TI, up_TI = ops.linears(x_TH, projections)
-        y_TH = self._routed(ops, x_TH, logits_TE, experts)
-        return ops.add_gated(y_TH, weight_T1, ops.gated_linear(gate_TI, up_TI, shared.down, "silu"))
+        shared_TH = ops.gated_linear(gate_TI, up_TI, shared.down, "silu")
+        return ops.add_gated(self._routed(ops, x_TH, logits_TE, experts), weight_T1, shared_TH)
 
     def _routed(self, ops: Ops, x_TH: torch.Tensor, logits_TE: torch.Tensor, experts: ExpertExecutor) -> torch.Tensor:
         ids_TK, weights_TK = ops.router(logits_TE, self.top_k, renormalise=self.renormalise)

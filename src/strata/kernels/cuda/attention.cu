@@ -286,11 +286,20 @@ ATTEND(attend_bf16_16, true, 16, true)
 ATTEND(attend_bf16_32, true, 32, true)
 ATTEND(attend_bf16_any, true, 32, false)
 
-// Grid (N, pitch / 64, T), 256 threads: 64 columns of out[t, n] from the cuts of its list, a slice of them 16 threads.
-extern "C" __global__ void __launch_bounds__(256) attend_combine(Inputs inputs, const Shape s, float* out) {
+// A gate of the output: column d of head n of row t lies at t * row + n * head + d. Null: none.
+struct Gate {
+    const float* x;
+    int head, row;
+};
+
+// Grid (N, pitch / 64, T), 256 threads: 64 columns of out[t, n], times sigmoid(gate), from the cuts of its list, a slice
+// of them 16 threads.
+extern "C" __global__ void __launch_bounds__(256) attend_combine(Inputs inputs, const Shape s, const Gate gate, float* out,
+                                                                 const device::Ahead ahead) {
     __shared__ float4 totals[kThreads];
     __shared__ float shares[kSlices], warps[kWarps];
     device::let_next_start();
+    device::bring(ahead);
     device::wait_for_previous();
     const int t = blockIdx.z, slice = threadIdx.x / 16, column = blockIdx.y * 64 + threadIdx.x % 16 * 4;
     const long long row = static_cast<long long>(t) * s.heads + blockIdx.x;
@@ -298,7 +307,10 @@ extern "C" __global__ void __launch_bounds__(256) attend_combine(Inputs inputs, 
     const float* values = s.values + row * s.cuts * s.pitch + column;
     const int cuts = (list_of(s, t, *inputs.position).entries + kCut - 1) / kCut;
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float largest = lowest(), share = 0.0f;
+    float largest = lowest(), share = 0.0f, let_through = 0.0f;
+    const int own = blockIdx.y * 64 + threadIdx.x;  // the column that this thread writes
+    if (gate.x != nullptr && threadIdx.x < 64 && own < s.width)
+        let_through = gate.x[static_cast<long long>(t) * gate.row + blockIdx.x * gate.head + own];
     for (int first = slice; first < cuts || first == slice; first += kSlices * kBatch) {
         float4 value[kBatch];
         float2 sum[kBatch];
@@ -327,9 +339,10 @@ extern "C" __global__ void __launch_bounds__(256) attend_combine(Inputs inputs, 
     totals[threadIdx.x] = total;
     if (threadIdx.x % 16 == 0) shares[slice] = share;
     __syncthreads();
-    if (threadIdx.x >= 64 || blockIdx.y * 64 + threadIdx.x >= s.width) return;
+    if (threadIdx.x >= 64 || own >= s.width) return;
     const float* parts = reinterpret_cast<const float*>(totals) + threadIdx.x;
     float sum = parts[0], all = shares[0];
     for (int i = 1; i < kSlices; ++i) sum += parts[i * 64], all += shares[i];
-    out[row * s.width + blockIdx.y * 64 + threadIdx.x] = sum / all;
+    const float value = sum / all;
+    out[row * s.width + own] = gate.x == nullptr ? value : sigmoid(let_through) * value;
 }

@@ -21,6 +21,7 @@ CUT = 64  # entries of a list of positions that are joined first
 HEADS = 4  # query heads of a block
 WIDEST = 256
 THREADS = 256
+AHEAD_BYTES = 12 << 20  # of later weights that the last launch of attention brings
 LANES = (8, 16, 32)  # of a group that reads a row of the cache, 8 columns each
 RESIDENT = 2  # blocks of `attend` that a multiprocessor has registers for
 SELECT_THREADS = 1024
@@ -37,11 +38,19 @@ class _Shape(ctypes.Structure):
     )
 
 
+class _Gate(ctypes.Structure):
+    """``Gate`` of attention.cu."""
+
+    _fields_ = (("x", ctypes.c_uint64), ("head", ctypes.c_int), ("row", ctypes.c_int))
+
+
 class AttentionOps(HeadOps):
     """See ``strata.kernels.ops.Ops``, whose methods these are."""
 
-    def __init__(self, program: Program, inputs: RoundInputs, shared_bytes: int = 48 << 10) -> None:
-        super().__init__(program, inputs, shared_bytes)
+    def __init__(
+        self, program: Program, inputs: RoundInputs, shared_bytes: int = 48 << 10, cache_bytes: int = 0
+    ) -> None:
+        super().__init__(program, inputs, shared_bytes, cache_bytes)
         self._selected: set[int] = set()  # addresses of lists that hold as many complete blocks as they can
 
     def attention(
@@ -97,8 +106,17 @@ class AttentionOps(HeadOps):
         kind = "bf16" if k_PGD.dtype == torch.bfloat16 else "f32"
         size = lanes if width % 8 == 0 else "any"
         self.launch(f"attention.attend_{kind}_{size}", (rows, groups, at_once), THREADS, self.inputs, shape)
-        self.launch("attention.attend_combine", (heads, pitch // 64, rows), THREADS, self.inputs, shape, out_TND)
-        return out_TND
+        grid = (heads, pitch // 64, rows)
+
+        def combine(gate_TND: torch.Tensor | None) -> None:
+            gate = _Gate()
+            if gate_TND is not None:
+                self.program.kept.append(gate_TND)
+                gate = _Gate(gate_TND.data_ptr(), gate_TND.stride(1), gate_TND.stride(0))
+            ahead = self.ahead(AHEAD_BYTES, heads * grid[1] * rows)
+            self.launch("attention.attend_combine", grid, THREADS, self.inputs, shape, gate, out_TND, ahead)
+
+        return self.put_off("attend", out_TND, lambda: combine(None), combine)
 
     def select_blocks(
         self, q_TND: torch.Tensor, key_BD: torch.Tensor, start: int, block: int, top_blocks: int

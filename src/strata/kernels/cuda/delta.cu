@@ -76,7 +76,7 @@ constexpr int kWidestHead = 256;
 
 // Grid (2 G + N + 1, T), 128 threads: a head of queries, keys or values each; the last block makes the gates.
 extern "C" __global__ void delta_inputs(const DeltaShape s) {
-    __shared__ float values[kWidestHead], room[32];
+    __shared__ float values[kWidestHead];
     device::wait_for_previous();
     const int t = blockIdx.y, head = blockIdx.x, keys = s.key_heads * s.key_width;
     const int channels = 2 * keys + s.value_heads * s.value_width;
@@ -95,13 +95,10 @@ extern "C" __global__ void delta_inputs(const DeltaShape s) {
                 convolve(s.qkv, s.tail, s.conv, channels, s.taps, t, 2 * keys + n * s.value_width + i);
         return;
     }
-    float sum = 0.0f;
-    for (int i = threadIdx.x; i < s.key_width; i += blockDim.x) {
-        const float value = convolve(s.qkv, s.tail, s.conv, channels, s.taps, t, head * s.key_width + i);
-        values[i] = value;
-        sum = fused(value, value, sum);
-    }
-    const float inverse = 1.0f / sqrtf(block_sum(sum, room) + 1e-6f);
+    for (int i = threadIdx.x; i < s.key_width; i += blockDim.x)
+        values[i] = convolve(s.qkv, s.tail, s.conv, channels, s.taps, t, head * s.key_width + i);
+    __syncthreads();
+    const float inverse = inverse_length(dot_vectors(values, values, s.key_width));
     const bool is_query = head < s.key_heads;
     float* out = is_query ? s.q : s.k;
     const long long at = (static_cast<long long>(t) * s.key_heads + head % s.key_heads) * s.key_width;
@@ -123,7 +120,7 @@ struct StateShape {
 // Grid (tiles of 32 columns, N), 128 threads. Shared memory: (8 + 2 T) x 4 kSlice floats of keys and queries.
 template <int kSlice>
 __device__ void run_state(const Inputs& inputs, const StateShape& s, float* vectors) {
-    __shared__ float sums[2 * kThreads], outs[kMaxWindow * kThreads];
+    __shared__ float sums[4 * kThreads];
     constexpr int kWide = kSlice * kWarps;
     const Tile tile(s.state, s.key_width, s.value_width, kSlice);
     const int n = tile.n, group = n / (s.value_heads / s.key_heads);
@@ -147,12 +144,11 @@ __device__ void run_state(const Inputs& inputs, const StateShape& s, float* vect
         const DeltaRows& rows = is_pending ? s.pending : s.now;
         const int row = is_pending ? t : t - folded, at = row * s.value_heads + n;
         const float v = tile.is_inside ? rows.v[at * s.value_width + tile.column] : 0.0f;
-        delta_row<kSlice>(state, (is_pending ? vectors : now) + row * kWide,
-                          is_pending ? nullptr : queries + row * kWide, v, rows.beta[at], expf(rows.g[at]),
-                          sums + (t & 1) * kThreads, outs + row * kThreads);
+        const float y = delta_row<kSlice>(state, (is_pending ? vectors : now) + row * kWide,
+                                          is_pending ? nullptr : queries + row * kWide, v, rows.beta[at],
+                                          expf(rows.g[at]), sums + (t & 1) * 2 * kThreads, t + 1 < folded + s.rows);
+        if (!is_pending) tile.put(s.out, row, s.value_heads, y);
     }
-    __syncthreads();
-    write_outs(tile, outs, s.rows, s.value_heads, s.out);
 }
 
 #define STRATA_GATED_DELTA(SLICE)                                                                              \
@@ -171,9 +167,10 @@ extern "C" __global__ void gated_norm(const float* o, const float* z, const floa
     device::wait_for_previous();
     const int lane = threadIdx.x & 31, row = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     const long long at = static_cast<long long>(min(row, count - 1)) * width;
-    float sum = 0.0f;
-    for (int i = lane; i < width; i += 32) sum = fused(o[at + i], o[at + i], sum);
-    const float inverse = 1.0f / sqrtf(warp_sum(sum) / static_cast<float>(width) + eps);
+    float sum = 0.0f;  // a lane's columns are four neighbours in every 128, as where linear.cu does it while it reads
+    for (int first = lane * 4; first < width; first += 128)
+        for (int i = first; i < first + 4 && i < width; ++i) sum = fused(o[at + i], o[at + i], sum);
+    const float inverse = inverse_root(warp_sum(sum) / static_cast<float>(width) + eps);
     if (row < count)
         for (int i = lane; i < width; i += 32)
             y[at + i] = o[at + i] * inverse * weight[i] * (is_silu ? silu(z[at + i]) : sigmoid(z[at + i]));

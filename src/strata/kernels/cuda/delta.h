@@ -1,7 +1,8 @@
 // What the launches of the gated delta net share: its inputs, the block's part of a state, one row of the recurrence.
 //
 // Folding and the window run one function for a row, so folding row by row, or as windows of any size, gives the same
-// bits. Compiled without contraction; see rows.h.
+// bits. A row's result is made of what its query finds before the row, so that nobody waits for the state to move.
+// Compiled without contraction; see rows.h.
 #pragma once
 #include "device.h"
 #include "rows.h"
@@ -22,52 +23,81 @@ __device__ __forceinline__ float log_decay_of(float a, float dt_bias, float log_
     return -(expf(log_decay) * (step > 20.0f ? step : log1pf(expf(step))));
 }
 
+__device__ __forceinline__ int word(const int* at) {
+    return static_cast<int>(device::load_relaxed(reinterpret_cast<const unsigned*>(at)));
+}
+
+// Of two vectors in shared memory, in every lane: a lane's columns are four neighbours in every 128, their sum is fused
+// in order from zero, then the warp's tree. delta_head.h has the same sums of what lanes hold.
+__device__ __forceinline__ float dot_vectors(const float* x, const float* y, int width) {
+    float sum = 0.0f;
+    for (int first = (threadIdx.x & 31) * 4; first < width; first += 128)
+        for (int i = first; i < first + 4 && i < width; ++i) sum = fused(x[i], y[i], sum);
+    return warp_sum(sum);
+}
+
+// What makes a query or a key one of length 1, from the sum of its squares.
+__device__ __forceinline__ float inverse_length(float squares) { return rsqrtf(squares + 1e-6f); }
+
+// What is added to a state along a key: `found` is what the state holds there, before it has decayed.
+__device__ __forceinline__ float change_of(float v, float found, float beta, float decay) {
+    return fused(-decay, found, v) * beta;
+}
+
+// What a query finds in the state after that, without waiting for it: `found` is what it finds before.
+__device__ __forceinline__ float result_of(float found, float decay, float query_times_key, float change) {
+    return fused(query_times_key, change, found * decay);
+}
+
 constexpr int kColumns = 32, kWarps = 4, kThreads = 32 * kWarps;
 
-// Four sums, of the elements whose index is 0, 1, 2, 3 modulo 4, then two and two: a shorter chain than one sum.
+// Four sums, each of a quarter of the elements in rising order, then the first and the third, the second and the
+// fourth, and both: the order of four lanes that hold a quarter each (delta_head.h).
 template <int kSlice>
 __device__ __forceinline__ float dot_state(const float (&state)[kSlice], const float* vector) {
+    constexpr int kPart = kSlice / 4;
     float parts[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kSlice; i += 4) {
         const float4 x = *reinterpret_cast<const float4*>(vector + i);
-        parts[0] = fused(x.x, state[i], parts[0]), parts[1] = fused(x.y, state[i + 1], parts[1]);
-        parts[2] = fused(x.z, state[i + 2], parts[2]), parts[3] = fused(x.w, state[i + 3], parts[3]);
+        parts[i / kPart] = fused(x.x, state[i], parts[i / kPart]);
+        parts[(i + 1) / kPart] = fused(x.y, state[i + 1], parts[(i + 1) / kPart]);
+        parts[(i + 2) / kPart] = fused(x.z, state[i + 2], parts[(i + 2) / kPart]);
+        parts[(i + 3) / kPart] = fused(x.w, state[i + 3], parts[(i + 3) / kPart]);
     }
-    return (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    return (parts[0] + parts[2]) + (parts[1] + parts[3]);
 }
 
-// Of [kWarps] floats, `pitch` apart, warps rising.
-__device__ __forceinline__ float sum_of(const float* sums, int pitch = 1) {
-    float total = sums[0];
-#pragma unroll
-    for (int w = 1; w < kWarps; ++w) total += sums[w * pitch];
-    return total;
+// Of [kWarps, 32] sums the total of this lane's column, warps rising.
+__device__ __forceinline__ float sum_of_warps(const float* sums) {
+    const float* mine = sums + (threadIdx.x & 31);
+    return ((mine[0] + mine[32]) + mine[64]) + mine[96];
 }
-
-// Of `sums` [kWarps, 32] the sum of this lane's column.
-__device__ __forceinline__ float sum_of_warps(const float* sums) { return sum_of(sums + (threadIdx.x & 31), 32); }
 
 // One row on the state that the block holds: thread (warp, lane) of the first kThreads has rows warp * kSlice .. of
-// column `lane`; others come for the barrier. A thread's part of S^T q, if there is a q, is left in `outs` [kThreads].
-// `sums` [kThreads] must not be the one of the row before: one barrier a row is enough with two that take turns.
+// column `lane`; others come for the barrier. Returns what q, if there is one, finds after it. `moves`: the state is
+// needed after this row. `sums` [2, kThreads] must not be the one of the row before: one barrier a row is enough with
+// two that take turns.
 template <int kSlice>
-__device__ __forceinline__ void delta_row(float (&state)[kSlice], const float* k, const float* q, float v, float beta,
-                                          float decay, float* sums, float* outs) {
+__device__ __forceinline__ float delta_row(float (&state)[kSlice], const float* k, const float* q, float v, float beta,
+                                           float decay, float* sums, bool moves) {
     const int first = (threadIdx.x >> 5) * kSlice;
     const bool is_holder = threadIdx.x < kThreads;
     if (is_holder) sums[threadIdx.x] = dot_state(state, k + first);
+    if (is_holder && q != nullptr) sums[kThreads + threadIdx.x] = dot_state(state, q + first);
     __syncthreads();
-    if (!is_holder) return;
-    const float change = (v - sum_of_warps(sums) * decay) * beta;
+    if (!is_holder) return 0.0f;
+    const float change = change_of(v, sum_of_warps(sums), beta, decay);
+    if (moves)
 #pragma unroll
-    for (int i = 0; i < kSlice; i += 4) {
-        const float4 x = *reinterpret_cast<const float4*>(k + first + i);
-        state[i] = fused(x.x, change, state[i] * decay), state[i + 1] = fused(x.y, change, state[i + 1] * decay);
-        state[i + 2] = fused(x.z, change, state[i + 2] * decay);
-        state[i + 3] = fused(x.w, change, state[i + 3] * decay);
-    }
-    if (q != nullptr) outs[threadIdx.x] = dot_state(state, q + first);
+        for (int i = 0; i < kSlice; i += 4) {
+            const float4 x = *reinterpret_cast<const float4*>(k + first + i);
+            state[i] = fused(x.x, change, state[i] * decay), state[i + 1] = fused(x.y, change, state[i + 1] * decay);
+            state[i + 2] = fused(x.z, change, state[i + 2] * decay);
+            state[i + 3] = fused(x.w, change, state[i + 3] * decay);
+        }
+    if (q == nullptr) return 0.0f;
+    return result_of(sum_of_warps(sums + kThreads), decay, dot_vectors(q, k, kSlice * kWarps), change);
 }
 
 // The block's part of a state: columns `column` of head n, rows from `first` for this thread.
@@ -93,16 +123,13 @@ struct Tile {
         for (int i = 0; i < kSlice; ++i)
             if (is_inside && first + i < key_width) place[i * value_width] = state[i];
     }
-};
 
-// Warp w writes rows w, w + kWarps, ..; `outs` [T, kThreads] after a barrier.
-__device__ __forceinline__ void write_outs(const Tile& tile, const float* outs, int rows, int value_heads, float* out) {
-    if (threadIdx.x >= kThreads) return;
-    for (int t = threadIdx.x >> 5; t < rows; t += kWarps) {
-        const float total = sum_of_warps(outs + t * kThreads);
-        if (tile.is_inside) out[(t * value_heads + tile.n) * tile.value_width + tile.column] = total;
+    // Row t of the results [T, N, V], which all warps have: each writes some.
+    __device__ __forceinline__ void put(float* out, int t, int heads, float value) const {
+        if (static_cast<int>(threadIdx.x >> 5) == t % kWarps && is_inside)
+            out[(t * heads + n) * value_width + column] = value;
     }
-}
+};
 
 }  // namespace rows
 }  // namespace strata

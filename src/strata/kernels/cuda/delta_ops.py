@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from strata.errors import EngineError
+from strata.kernels.cuda.linear_ops import NORM_WIDTH
 from strata.kernels.cuda.program import MAX_WINDOW
 from strata.kernels.cuda.recorder import Recorder, agree, blocks_of
 from strata.kernels.cuda.records import DeltaRecord
@@ -23,7 +25,10 @@ THREADS = 256
 WIDEST_HEAD = 256
 STATE_WARPS, STATE_COLUMNS = 4, 32
 STATE_SLICES = (8, 32, 64)  # rows of the state that a thread holds: kernels of delta.cu and delta_step.cu
-STEP_ROOM = 2 * 32 * STATE_WARPS + MAX_WINDOW * (2 * STATE_WARPS + 4) + 4  # kRoom of delta_step.cu
+HEAD_WIDTH, HEAD_TAPS, HEAD_THREADS = 128, 4, 512  # delta_head.h: a block a value head
+HEAD_ROOM = 4 * (3 * 4 + 3 * 3 + 2 * MAX_WINDOW + 2 * 2 * 4 + 1) * HEAD_WIDTH + 4 * (4 * MAX_WINDOW + 4)
+AHEAD_BYTES = 17 << 20  # what a step brings of later weights: the output's product's, while it waits for its own inputs
+STEP_ROOM = 4 * 32 * STATE_WARPS + 4 * MAX_WINDOW + 4  # kRoom of delta_step.cu
 
 
 class _DeltaShape(ctypes.Structure):
@@ -43,6 +48,29 @@ class _DeltaStep(ctypes.Structure):
         ("state", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
     )
+
+
+class _HeadStep(ctypes.Structure):
+    """``HeadStep`` of delta_head.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("qkv", "conv", "b", "a", "log_decay", "dt_bias", "z", "weight")),
+        *((name, ctypes.c_uint64) for name in ("state", "out", "kept_z", "kept_k", "kept_v", "kept_beta", "kept_g")),
+        ("turn", ctypes.c_uint64),
+        *((name, ctypes.c_int) for name in ("rows", "key_heads")),
+        *((name, ctypes.c_float) for name in ("scale", "eps")),
+        *((name, ctypes.c_int) for name in ("is_silu", "unused")),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Norm:
+    """The gated norm of a step's result."""
+
+    z_TNV: torch.Tensor
+    weight_V: torch.Tensor
+    eps: float
+    gate: str
 
 
 class _ConvStep(ctypes.Structure):
@@ -177,6 +205,13 @@ class DeltaOps(Recorder):
         agree("gated_delta state", (heads, key_width, width), (shape.value_heads, shape.key_width, shape.value_width))
         self.program.recorded[address] = qkv_TC.data_ptr()
         slice_rows, out_TNV = _slice_rows(key_width), self.empty(count, heads, width)
+        addresses = (qkv_TC.data_ptr(), shape.conv, state_NDV.data_ptr())
+        if (key_width, width, shape.taps) == (HEAD_WIDTH, HEAD_WIDTH, HEAD_TAPS) and not any(x % 16 for x in addresses):
+
+            def launch(y_TNV: torch.Tensor, norm: _Norm | None) -> None:
+                self._head_step(shape, state_NDV, record, y_TNV, norm)
+
+            return self.put_off("delta_step", out_TNV, lambda: launch(out_TNV, None), launch)
         step = _DeltaStep(
             inputs=shape, kept_z=self.address(record.tail.rows_SRC), kept_k=self.address(record.k_SWGD),
             kept_v=self.address(record.v_SWNV), kept_beta=self.address(record.beta_SWN),
@@ -187,9 +222,30 @@ class DeltaOps(Recorder):
         line_bytes = 4 * (2 * slice_rows * STATE_WARPS + STATE_COLUMNS)
         self.launch(
             f"delta_step.delta_step_{slice_rows}", (blocks_of(width, STATE_COLUMNS), heads), 32 * (STATE_WARPS + 1),
-            self.inputs, step, shared=lines * line_bytes + 4 * (STEP_ROOM + 32 * STATE_WARPS * count),
+            self.inputs, step, shared=lines * line_bytes + 4 * STEP_ROOM,
         )  # fmt: skip
         return out_TNV
+
+    def _head_step(
+        self, shape: _DeltaShape, state_NDV: torch.Tensor, record: DeltaRecord, y_TNV: torch.Tensor, norm: _Norm | None
+    ) -> None:
+        """A block a value head; more blocks, up to one a multiprocessor, only bring weights."""
+        step = _HeadStep(
+            qkv=shape.qkv, conv=shape.conv, b=shape.b, a=shape.a, log_decay=shape.log_decay, dt_bias=shape.dt_bias,
+            state=self.address(state_NDV), out=self.address(y_TNV), kept_z=self.address(record.tail.rows_SRC),
+            kept_k=self.address(record.k_SWGD), kept_v=self.address(record.v_SWNV),
+            kept_beta=self.address(record.beta_SWN), kept_g=self.address(record.g_SWN), turn=self.address(self.turn),
+            rows=shape.rows, key_heads=shape.key_heads, scale=shape.scale,
+        )  # fmt: skip
+        if norm is not None:
+            step.z, step.weight, step.eps = self.address(norm.z_TNV), self.address(norm.weight_V), norm.eps
+            step.is_silu = int(norm.gate == "silu")
+        ratio = shape.value_heads // shape.key_heads
+        blocks_y = max(shape.key_heads, self.program.multiprocessors // ratio)
+        self.launch(
+            "delta_step.delta_step_head", (ratio, blocks_y), HEAD_THREADS, self.inputs, step,
+            self.ahead(AHEAD_BYTES, ratio * blocks_y), shared=HEAD_ROOM + 4 * 4 * HEAD_WIDTH * shape.rows,
+        )  # fmt: skip
 
     def _rows(self, rows: DeltaRows, count: int, state_NDV: torch.Tensor, keys: int) -> _Rows:
         heads, key_width, width = state_NDV.shape
@@ -209,10 +265,20 @@ class DeltaOps(Recorder):
         eps: float,
         gate: Literal["sigmoid", "silu"],
     ) -> torch.Tensor:
-        """Put off: a product of its result takes it into its own launch."""
+        """A part of the step that made ``o_TNV`` where that has whole heads. Else put off if heads are of
+        ``NORM_WIDTH`` columns: a product of its result takes it into its own launch."""
         width = int(o_TNV.shape[-1])
         agree("gated_norm shapes", (o_TNV.shape, weight_V.numel()), (z_TNV.shape, width))
         y_TNV = self.empty(*o_TNV.shape)
+        is_unaligned = any(x.data_ptr() % 16 for x in (o_TNV, z_TNV, weight_V))
+        step = None if is_unaligned else self.take("delta_step", o_TNV)
+        if step is not None:
+            (launch,) = step
+            launch(y_TNV, _Norm(z_TNV, weight_V, eps, gate))
+            return y_TNV
+        if width != NORM_WIDTH or is_unaligned:
+            self._norm(o_TNV, z_TNV, weight_V, eps, gate, y_TNV)
+            return y_TNV
         return self.put_off(
             "gated_norm", y_TNV, lambda: self._norm(o_TNV, z_TNV, weight_V, eps, gate, y_TNV),
             o_TNV, z_TNV, weight_V, eps, gate,

@@ -2,7 +2,9 @@
 //
 // Bound by the state, N x D x V x 4 bytes read, and written when rows are folded (3.1 MB each way for 48 x 128 x 128:
 // 0.8 us at 4.1 TB/s), and by latency: so what does not depend on the launches before is read, and folded, before them.
+// Heads of 128 x 128 have a kernel of their own, which does the gated norm too (delta_head.h); the others any shape.
 #include "delta.h"
+#include "delta_head.h"
 #include "device.h"
 #include "rows.h"
 
@@ -22,7 +24,7 @@ struct DeltaStep {
     float *state, *out;
 };
 
-constexpr int kRoom = 2 * kThreads + kMaxWindow * (2 * kWarps + 4) + 4;
+constexpr int kRoom = 4 * kThreads + 4 * kMaxWindow + 4;
 constexpr int kStepThreads = kThreads + 32;  // the last warp has no state: values, gates, what is to be folded
 
 // A line of a block is a row of what it needs of a window: its key head's queries and keys (kWide each, zeros past
@@ -118,13 +120,9 @@ struct Line {
     }
 };
 
-__device__ __forceinline__ int word(const int* at) {
-    return static_cast<int>(device::load_relaxed(reinterpret_cast<const unsigned*>(at)));
-}
-
 // Everything of a layer but its products and its norm: q, k, v and gates of T rows, the fold of the rows accepted
 // before, the recurrence, and what the next round folds. Grid (tiles of 32 columns, N), kStepThreads. Shared memory:
-// (taps + 8 + U + T) lines, kRoom floats and T x kThreads.
+// (taps + 8 + U + T) lines and kRoom floats.
 //
 // How many rows to fold, and which copy holds them, is read before the launches before this one are complete: only the
 // round's first launch writes these words, so they are nearly always there. What was made of them (the fold in
@@ -143,8 +141,8 @@ __device__ void step(const Inputs& inputs, const DeltaStep& s, float* weights) {
     const bool is_holder = warp < kWarps;
     const Lines line(in, n, group);
     float* z = weights + (in.taps + kMaxWindow) * kLength;  // U + T lines; what is folded ends where they begin
-    float *sums = z + (before + in.rows) * kLength, *squares = sums + 2 * kThreads, *outs = sums + kRoom;
-    float *betas = squares + kMaxWindow * 2 * kWarps, *decays = betas + 2 * kMaxWindow;  // the window's, the folded
+    float *sums = z + (before + in.rows) * kLength, *betas = sums + 4 * kThreads;
+    float* decays = betas + 2 * kMaxWindow;  // the window's, then those of what is folded
     int* words = reinterpret_cast<int*>(decays + 2 * kMaxWindow);
     float state[kSlice], fresh[kSlots], b = 0.0f, a = 0.0f;
     int accepted = 0, copy = 0, folded, turn;
@@ -174,7 +172,7 @@ __device__ void step(const Inputs& inputs, const DeltaStep& s, float* weights) {
         for (int t = 0; t < folded; ++t) {
             const float* row = z + (t - folded) * kLength;
             delta_row<kSlice>(state, row + kWide, nullptr, row[2 * kWide + lane], betas[kMaxWindow + t],
-                              decays[kMaxWindow + t], sums + (t & 1) * kThreads, outs);
+                              decays[kMaxWindow + t], sums + (t & 1) * 2 * kThreads, true);
         }
         device::wait_for_previous();
 #pragma unroll
@@ -203,18 +201,11 @@ __device__ void step(const Inputs& inputs, const DeltaStep& s, float* weights) {
         });
     for (int t = 0; t < in.rows; ++t) {
         float* row = z + t * kLength;  // the result takes the place of a line that no later row reads
-        float values[kSlots], of_queries = 0.0f, of_keys = 0.0f;
+        float values[kSlots];
         line.convolve(row, weights, in.taps, values);
 #pragma unroll
-        for (int slot = 0; slot < kSlots; ++slot) {
-            const int i = line.elements[slot];
-            if (i >= 0) row[i] = values[slot];
-            if (i >= 0 && i < kWide) of_queries = fused(values[slot], values[slot], of_queries);
-            if (i >= kWide) of_keys = fused(values[slot], values[slot], of_keys);
-        }
-        of_queries = warp_sum(of_queries), of_keys = warp_sum(of_keys);
-        if (is_holder && lane == 0)
-            squares[t * 2 * kWarps + warp] = of_queries, squares[(t * 2 + 1) * kWarps + warp] = of_keys;
+        for (int slot = 0; slot < kSlots; ++slot)
+            if (line.elements[slot] >= 0) row[line.elements[slot]] = values[slot];
     }
     __syncthreads();
     if (!is_holder) {
@@ -229,26 +220,25 @@ __device__ void step(const Inputs& inputs, const DeltaStep& s, float* weights) {
         }
     } else {
         if (folded > 0) tile.store(state);
-        for (int t = 0; t < in.rows; ++t)
-#pragma unroll
-            for (int slot = 0; slot < kSlots; ++slot) {
-                const int i = line.elements[slot];
-                if (i < 0) continue;
-                const float inverse = 1.0f / sqrtf(sum_of(squares + (t * 2 + i / kWide) * kWarps) + 1e-6f);
-                const float value = z[t * kLength + i] * inverse, scaled = i < kWide ? value * in.scale : value;
-                z[t * kLength + i] = scaled;
-                if (is_keeper && i >= kWide && line.channels[slot] >= 0)
-                    kept.k[(next + t) * keys + line.channels[slot] - keys] = scaled;
+        for (int vector = warp; vector < 2 * in.rows; vector += kWarps) {  // queries, keys of a row
+            const int t = vector >> 1, is_key = vector & 1;
+            float* values = z + t * kLength + is_key * kWide;
+            const float inverse = inverse_length(dot_vectors(values, values, kWide));
+            for (int d = lane; d < kWide; d += 32) {
+                const float value = values[d] * inverse;
+                values[d] = is_key ? value : value * in.scale;
+                if (is_keeper && is_key && d < in.key_width)
+                    kept.k[(next + t) * keys + group * in.key_width + d] = value;
             }
+        }
     }
     __syncthreads();
     for (int t = 0; t < in.rows; ++t) {
         const float* row = z + t * kLength;
-        delta_row<kSlice>(state, row + kWide, row, row[2 * kWide + lane], betas[t], decays[t],
-                          sums + ((folded + t) & 1) * kThreads, outs + t * kThreads);
+        const float y = delta_row<kSlice>(state, row + kWide, row, row[2 * kWide + lane], betas[t], decays[t],
+                                          sums + ((folded + t) & 1) * 2 * kThreads, t + 1 < in.rows);
+        tile.put(s.out, t, in.value_heads, y);
     }
-    __syncthreads();
-    write_outs(tile, outs, in.rows, in.value_heads, s.out);
 }
 
 #define STRATA_DELTA_STEP(SLICE)                                                                                      \
@@ -260,3 +250,9 @@ __device__ void step(const Inputs& inputs, const DeltaStep& s, float* weights) {
 STRATA_DELTA_STEP(8)
 STRATA_DELTA_STEP(32)
 STRATA_DELTA_STEP(64)
+
+extern "C" __global__ void __launch_bounds__(kHeadThreads, 1)
+    delta_step_head(Inputs inputs, const HeadStep s, const device::Ahead ahead) {
+    extern __shared__ float4 room[];
+    head_step(inputs, s, ahead, room);
+}

@@ -20,6 +20,20 @@ __device__ __forceinline__ float half_value(unsigned short bits) {
 
 __device__ __forceinline__ uint4 load_once(const void* at) { return *static_cast<const uint4*>(at); }
 
+__device__ __forceinline__ float exponential(float x) { return expf(x); }
+__device__ __forceinline__ float quotient(float a, float b) { return a / b; }
+
+__device__ __forceinline__ void prefetch(const void*) {}
+__device__ __forceinline__ void prefetch_run(const unsigned char* at, unsigned bytes) {
+    for (unsigned i = 0; i < bytes; i += 16) static_cast<void>(*static_cast<const volatile unsigned char*>(at + i));
+}
+
+__device__ __forceinline__ int dot_mixed(unsigned signed_bytes, unsigned unsigned_bytes, int c) {
+    for (int i = 0; i < 32; i += 8)
+        c += static_cast<signed char>(signed_bytes >> i) * static_cast<int>(unsigned_bytes >> i & 0xFFu);
+    return c;
+}
+
 __device__ __forceinline__ unsigned load_acquire(const unsigned* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
 __device__ __forceinline__ unsigned load_relaxed(const unsigned* at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
 __device__ __forceinline__ void store_release(unsigned* at, unsigned value) {
@@ -33,6 +47,8 @@ __device__ __forceinline__ unsigned long long nanoseconds() {
 }
 
 __device__ __forceinline__ void pause() { emulated::pause(); }
+
+__device__ __forceinline__ int held(int value) { return value; }
 
 __device__ __forceinline__ void let_next_start() {}
 __device__ __forceinline__ void wait_for_previous() { emulated::previous_ends(); }
@@ -54,6 +70,18 @@ __device__ __forceinline__ float half_value(unsigned short bits) {
     return value;
 }
 
+// To about 2 units in the last place and in a few instructions, for gates and norms: what a dense row's kernel waits for is
+// its own chain of instructions. The same bits on one card whatever runs beside it.
+__device__ __forceinline__ float exponential(float x) { return __expf(x); }
+__device__ __forceinline__ float quotient(float a, float b) { return __fdividef(a, b); }
+
+// The dot product of four signed bytes with four unsigned ones, added to c.
+__device__ __forceinline__ int dot_mixed(unsigned signed_bytes, unsigned unsigned_bytes, int c) {
+    int result;
+    asm("dp4a.s32.u32 %0, %1, %2, %3;" : "=r"(result) : "r"(signed_bytes), "r"(unsigned_bytes), "r"(c));
+    return result;
+}
+
 // 16 bytes that are read once and written by no kernel: past the first-level cache, which keeps what is shared.
 __device__ __forceinline__ uint4 load_once(const void* at) {
     uint4 v;
@@ -61,6 +89,18 @@ __device__ __forceinline__ uint4 load_once(const void* at) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(at));
     return v;
+}
+
+// Asks for the 128 bytes around `at`, which nobody waits for, to be brought to the second-level cache.
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" : : "l"(at)); }
+
+// The same for `bytes` from `at` on, both multiples of 16, by one thread.
+__device__ __forceinline__ void prefetch_run(const unsigned char* at, unsigned bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(at), "r"(bytes) : "memory");
+#else
+    for (unsigned done = 0; done < bytes; done += 128) prefetch(at + done);
+#endif
 }
 
 // Words shared with the host (system scope).
@@ -86,6 +126,12 @@ __device__ __forceinline__ unsigned long long nanoseconds() {
 
 __device__ __forceinline__ void pause() { __nanosleep(100); }
 
+// A value that lies in a register from here on: what was worked out before a wait is not worked out again after it.
+__device__ __forceinline__ int held(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // Launches that overlap (programmatic dependent launch, sm_90 and newer; elsewhere nothing). The next kernel of the
 // stream may start once every block has said so or ended; `wait_for_previous` returns when the kernel before is
 // complete and its writes are seen. Without that launch attribute both do nothing.
@@ -101,6 +147,27 @@ __device__ __forceinline__ void wait_for_previous() {
 }
 
 #endif
+
+// Weights of launches to come, which this one brings to the second-level cache while it waits for other things: memory
+// would idle else. What is brought changes no result. `at` and `bytes` are multiples of 16.
+struct Ahead {
+    const unsigned char* at[4];
+    unsigned bytes[4], run[4];  // run: of one block
+};
+
+// By all blocks of a launch, before they wait. One thread asks for each part, of a block's last warp: the instruction takes
+// one thread at a time.
+__device__ __forceinline__ void bring(const Ahead& ahead) {
+    const int part = static_cast<int>(blockDim.x) - 1 - static_cast<int>(threadIdx.x);
+    if (part >= 4) return;
+    const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    // Indexed by constants alone: an array of arguments would be copied else.
+    const unsigned bytes = part == 0 ? ahead.bytes[0] : part == 1 ? ahead.bytes[1] : part == 2 ? ahead.bytes[2] : ahead.bytes[3];
+    const unsigned run = part == 0 ? ahead.run[0] : part == 1 ? ahead.run[1] : part == 2 ? ahead.run[2] : ahead.run[3];
+    const unsigned char* at = part == 0 ? ahead.at[0] : part == 1 ? ahead.at[1] : part == 2 ? ahead.at[2] : ahead.at[3];
+    const unsigned first = block * run;
+    if (first < bytes) prefetch_run(at + first, min(run, bytes - first));
+}
 
 // BF16 bits, either half of a word.
 __device__ __forceinline__ float bf16_low(unsigned word) { return __uint_as_float(word << 16); }

@@ -29,7 +29,7 @@ EMPTY_GRAPH_RUNS = 20
 # themselves for what the launch before has written (``device.h``: wait_for_previous).
 OVERLAP_ARCHITECTURE = 90
 _OVERLAPPING = frozenset(
-    {"attention", "delta", "delta_step", "expert", "heads", "index", "linear", "pointwise", "state", "streams"}
+    {"attention", "delta", "delta_step", "expert", "heads", "index", "linear", "pointwise", "round", "state", "streams"}
 )
 
 
@@ -107,6 +107,7 @@ class CudaMachine:
         self.context = context
         self.device = torch.device("cuda", context.card.index)
         self.multiprocessors = context.card.multiprocessors
+        self.cache_bytes = context.card.cache_bytes
         self._home = home
         self._modules: dict[str, Any] = {}
         self._functions: dict[str, Any] = {}

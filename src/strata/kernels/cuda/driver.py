@@ -44,6 +44,7 @@ class Card:
     multiprocessors: int
     memory_total: int
     max_shared: int
+    cache_bytes: int
     display: bool
     integrated: bool
     cuda: tuple[int, int]  # what the driver serves
@@ -188,6 +189,7 @@ def _read_card(driver: Any, index: int, version: tuple[int, int]) -> Card:
         multiprocessors=attribute("MULTIPROCESSOR_COUNT"),
         memory_total=int(ask(driver.cuDeviceTotalMem(device), f"reading the memory of card {index}")),
         max_shared=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        cache_bytes=attribute("L2_CACHE_SIZE"),
         display=bool(attribute("KERNEL_EXEC_TIMEOUT")),
         integrated=bool(attribute("INTEGRATED")),
         cuda=version,

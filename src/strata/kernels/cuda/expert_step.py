@@ -13,16 +13,22 @@ from dataclasses import dataclass
 
 import torch
 
+from strata.errors import EngineError
 from strata.kernels.cuda.experts import down_launch, gate_up_launch, shape_of
 from strata.kernels.cuda.mailbox import Mailbox
-from strata.kernels.cuda.program import MAX_WINDOW, Program
+from strata.kernels.cuda.ops import CudaOps
+from strata.kernels.cuda.program import MAX_WINDOW
 from strata.quant.layout import ExpertLayout
 
 __all__ = ["ExpertStep", "ExpertTables", "RoundMemory"]
 
-_POST_THREADS = 1024
-_COMBINE_THREADS = 256
+_COMBINE_THREADS = 64
+_IDLE_BYTES = 16 << 20  # of later weights that the last launch brings if it waits for the CPU
+_AHEAD_BYTES = 8 << 20  # of later weights that the first and the last launch bring
+_MOST_PICKS = 256  # kMostPicks of round.cu
 _TASK_BYTES = 32
+_QUANTISERS = 8  # blocks that quantise a row: kQuantisers of round.cu
+_ROUTE_ROOM = 24 << 10  # bytes of shared memory that the first launch takes for itself
 STATE_WORDS = 12  # RoundState of round.cu
 
 
@@ -44,6 +50,13 @@ class _PostList(ctypes.Structure):
 
 class _PostMail(ctypes.Structure):
     _fields_ = tuple((n, ctypes.c_uint64) for n in ("box", "x", "tasks", "rows", "slots"))
+
+
+class _Router(ctypes.Structure):
+    _fields_ = (
+        *((n, ctypes.c_uint64) for n in ("logits", "ids", "weights")),
+        *((n, ctypes.c_int) for n in ("renormalise", "unused")),
+    )
 
 
 class _CombineShape(ctypes.Structure):
@@ -92,13 +105,17 @@ class RoundMemory:
 
 
 class ExpertStep:
-    """An ``ExpertExecutor`` that records. One of these belongs to one program of T rows; layers share its scratch."""
+    """An ``ExpertExecutor`` that records. One of these belongs to one program of T rows, the one that ``ops`` records;
+    layers share its scratch."""
 
     def __init__(
-        self, program: Program, layout: ExpertLayout, tables: ExpertTables, memory: RoundMemory, mailbox: Mailbox,
+        self, ops: CudaOps, layout: ExpertLayout, tables: ExpertTables, memory: RoundMemory, mailbox: Mailbox,
         rows: int, top_k: int,
     ) -> None:  # fmt: skip
-        self._program, self._layout, self._tables = program, layout, tables
+        self._ops, self._program, self._layout, self._tables = ops, ops.program, layout, tables
+        program = ops.program
+        if rows * top_k > _MOST_PICKS:
+            raise EngineError(f"{rows} rows of {top_k} picks, at most {_MOST_PICKS} picks are split in a round")
         self._memory, self._mailbox = memory, mailbox
         self._rows, self._top_k = rows, top_k
         self._shape = shape_of(layout)
@@ -120,14 +137,45 @@ class ExpertStep:
         self._by_cpu = program.zeros(picks, dtype=torch.uint8)
 
     def __call__(self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Appends four launches; y_TH."""
+        """Appends four launches; y_TH. A router that was put off, and the product that waits with it, are done in the
+        first of them."""
         program, layout, memory, mail = self._program, self._layout, self._memory, self._mailbox
         assert tuple(ids_TK.shape) == (self._rows, self._top_k), "a program is of one window"
         exchange = self.exchanges
         self.exchanges += 1
-        tables = self._tables
+        self._route(layer, exchange, x_TH, ids_TK)
+        self._compute(x_TH)
+        y_TH = program.empty(self._rows, layout.hidden)
+        blocks = max(-(-layout.hidden // _COMBINE_THREADS), program.multiprocessors // self._rows)  # some only bring
+        # The latest is filled first: what is brought while the CPU computes is what other launches have no time for.
+        idle = self._ops.ahead(_IDLE_BYTES, blocks * self._rows)
+        ahead = self._ops.ahead(_AHEAD_BYTES, blocks * self._rows)
         program.launch(
-            "round.post", (self._rows + 1,), max(256, min(_POST_THREADS, self._shape.wide * 64)),
+            "round.combine", (self._rows, blocks), _COMBINE_THREADS,
+            _CombineShape(layout.hidden, self._top_k, layer, exchange),
+            mail.device("box"), memory.state, self._by_cpu, self._parts, mail.device("out"), mail.device("flags"),
+            weights_TK, y_TH, memory.flags, ahead, idle,
+        )  # fmt: skip
+        return y_TH
+
+    def _route(self, layer: int, exchange: int, x_TH: torch.Tensor, ids_TK: torch.Tensor) -> None:
+        layout, memory, mail, tables, ops = self._layout, self._memory, self._mailbox, self._tables, self._ops
+        router, part = _Router(ids=ids_TK.data_ptr()), ops.no_product(self._rows)
+        taken = ops.take("router", ids_TK)
+        if taken is None:
+            ops.settle()
+        else:
+            logits_TE, weights_TK, renormalise, product = taken
+            router = _Router(ops.address(logits_TE), ids_TK.data_ptr(), ops.address(weights_TK), int(renormalise))
+            if product is not None:
+                activations, weight, y_TO = product
+                ops.bring_matrices([weight])
+                part = ops.product_part(activations, [weight], [y_TO], _ROUTE_ROOM, 1 + self._rows * _QUANTISERS)
+        threads = part.most_threads
+        groups = part.matrices.groups
+        blocks = 1 + self._rows * _QUANTISERS + min(-(-groups // (threads // 32)), part.blocks)
+        self._program.launch(
+            f"round.route_{part.name}", (blocks,), threads,
             _PostShape(
                 layout.hidden, self._shape.wide * 64, self._rows, self._top_k, layer, exchange, self._num_experts,
                 int(tables.balance), tables.fraction,
@@ -137,17 +185,9 @@ class ExpertStep:
                 *(t.data_ptr() for t in (self._tasks, self._pick_rows, self._pick_slots, self._num_tasks, self._by_cpu))
             ),
             _PostMail(*(mail.device(name) for name in ("box", "x", "tasks", "rows", "slots"))),
-            memory.state, x_TH, ids_TK, self._codes, self._scales, memory.flags,
+            router, memory.state, x_TH, self._codes, self._scales, memory.flags, part.activations, part.matrices,
+            ops.ahead(_AHEAD_BYTES, blocks), shared=part.shared,
         )  # fmt: skip
-        self._compute(x_TH)
-        y_TH = program.empty(self._rows, layout.hidden)
-        program.launch(
-            "round.combine", (self._rows, -(-layout.hidden // _COMBINE_THREADS)), _COMBINE_THREADS,
-            _CombineShape(layout.hidden, self._top_k, layer, exchange),
-            mail.device("box"), memory.state, self._by_cpu, self._parts, mail.device("out"), mail.device("flags"),
-            weights_TK, y_TH, memory.flags,
-        )  # fmt: skip
-        return y_TH
 
     def _compute(self, x_TH: torch.Tensor) -> None:
         layout, shape, flags = self._layout, self._shape, self._memory.flags

@@ -72,7 +72,7 @@ __device__ __forceinline__ void norm_and_rotate(float* own, const float* weight,
 #pragma unroll
     for (int i = 0; i < kOwn; ++i)
         if (i * 32 + lane < width) sum = fused(own[i], own[i], sum);
-    const float inverse = 1.0f / sqrtf(warp_sum(sum) / static_cast<float>(width) + eps);
+    const float inverse = inverse_root(warp_sum(sum) / static_cast<float>(width) + eps);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
         own[i] = own[i] * inverse * (plus + weight[i]);

@@ -17,21 +17,35 @@ from strata.kernels.cuda.program import MAX_WINDOW
 from strata.kernels.cuda.recorder import Recorder, agree, blocks_of
 from strata.kernels.ops import Matrix
 
-__all__ = ["FORMATS", "LinearOps", "NativeMatrix", "template_rows"]
+__all__ = [
+    "FORMATS",
+    "NORM_WIDTH",
+    "STEP_COLUMNS",
+    "Activations",
+    "LinearOps",
+    "NativeMatrix",
+    "ProductPart",
+    "forms_of",
+    "staged_bytes",
+    "template_rows",
+]
 
 FORMATS = {"f32": 0, "bf16": 1, "q8_0": 2}
 MOST_MATRICES = 8
-ROWS_OF_WARP = {1: 2, 2: 2, 4: 4, 8: 4}  # R of linear.cu's kernels, by T
 THREADS = 256
+NARROW_WARPS = 10  # at most, of a block whose warps take one row of weights each
 STEP_COLUMNS = 512  # columns of whole steps in every format
+NORM_WIDTH = 128  # columns of heads whose gated norm a product does while it reads
 RESIDENT_BLOCKS = {1: 2, 2: 2, 4: 1, 8: 1}  # that a multiprocessor has registers for, by T
+FLOATS, CODES = 1, 2  # Forms of linear.h
+AHEAD_BYTES, MOST_CARRYING = 8 << 20, 20 << 20  # what a product brings of later weights, if its own are fewer than that
 _SOURCES = {"plain": 0, "silu": 1, "sigmoid": 2, "norm sigmoid": 3, "norm silu": 4}  # Source of linear.cu
 
 
 @dataclass(frozen=True, eq=False)
 class Activations:
     """What a product reads: ``x_RI`` by itself, or with a gate (a view of its shape, rows x heads x width), or the
-    gated norm of heads of ``weight.numel()`` columns."""
+    gated norm of heads of ``NORM_WIDTH`` columns."""
 
     x_RI: torch.Tensor
     source: str = "plain"
@@ -47,7 +61,7 @@ class Activations:
 class _Activations(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("x", "gate", "weight")),
-        *((n, ctypes.c_int) for n in ("source", "rows", "gate_width", "gate_pitch", "gate_row", "width")),
+        *((n, ctypes.c_int) for n in ("source", "rows", "gate_width", "gate_pitch", "gate_row", "gate_shift")),
         ("eps", ctypes.c_float),
         ("by_fours", ctypes.c_int),
     )
@@ -67,13 +81,72 @@ class NativeMatrix(ctypes.Structure):
 class _Matrices(ctypes.Structure):
     _fields_ = (
         ("of", NativeMatrix * MOST_MATRICES),
-        *((name, ctypes.c_int) for name in ("count", "groups", "columns", "chunk")),
+        *((name, ctypes.c_int) for name in ("count", "groups", "columns", "chunk", "forms", "unused")),
     )
+
+
+def forms_of(weights: Sequence[Matrix]) -> int:
+    """The forms in which these matrices read a row of activations."""
+    return (FLOATS if any(w.format != "q8_0" for w in weights) else 0) | (
+        CODES if any(w.format == "q8_0" for w in weights) else 0
+    )
+
+
+def staged_bytes(columns: int, forms: int) -> int:
+    """Shared memory of a staged row of ``columns``, whole steps (``Staged`` of linear.h)."""
+    return (4 * columns if forms & FLOATS else 0) + (2 * columns + columns // 8 if forms & CODES else 0)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Rows of weights a warp, threads of a block, blocks."""
+
+    of_warp: int
+    threads: int
+    blocks: int
+
+
+def _shift(width: int, columns: int) -> int:
+    """By how many bits a column gives its head of ``width`` columns; -1 where no number of bits does."""
+    if width == columns:
+        return 31
+    return width.bit_length() - 1 if width & (width - 1) == 0 else -1
+
+
+def most_threads(of_warp: int) -> int:
+    """Of a block whose warps take so many rows of weights."""
+    return 32 * NARROW_WARPS if of_warp == 1 else THREADS
+
+
+def _plan(template: int, rows: Sequence[int], multiprocessors: int, others: int = 0) -> _Plan:
+    """``rows`` of each matrix. Few are dealt evenly in one go: a block too many would double the time. ``others``:
+    blocks of the launch that do something else."""
+    resident = max(1, multiprocessors * RESIDENT_BLOCKS[template] - others)
+    of_warp = 4 if template > 2 else 1 if template == 1 and sum(rows) <= resident * NARROW_WARPS else 2
+    groups = sum(blocks_of(count, of_warp) for count in rows)
+    warps = most_threads(of_warp) // 32
+    if template <= 2 and groups <= resident * warps:
+        warps = max(4, blocks_of(groups, resident))
+    return _Plan(of_warp, 32 * warps, min(blocks_of(groups, warps), resident))
 
 
 def template_rows(rows: int) -> int:
     """The kernel that serves ``rows`` rows: the next of 1, 2, 4, 8. A row's arithmetic is the same in all."""
     return next(size for size in (1, 2, 4, MAX_WINDOW) if rows <= size)
+
+
+@dataclass(frozen=True, eq=False)
+class ProductPart:
+    """Products as a part of a launch (products.h). ``name``: which of the compiled forms, T x R of linear.cu."""
+
+    template: int
+    name: str
+    threads: int
+    blocks: int
+    shared: int
+    activations: _Activations
+    matrices: _Matrices
+    most_threads: int  # that a block of this form may have
 
 
 class LinearOps(Recorder):
@@ -97,7 +170,7 @@ class LinearOps(Recorder):
         return self.linears(x_TI, [weight_OI])[0]
 
     def linears(self, x_TI: torch.Tensor, weights: Sequence[Matrix]) -> list[torch.Tensor]:
-        """A gated norm that was put off is done while the rows are read."""
+        """A gated norm of heads of ``NORM_WIDTH`` that was put off is done while the rows are read."""
         columns = int(x_TI.shape[-1])
         x_RI = x_TI.reshape(-1, columns)
         activations = Activations(x_RI)
@@ -114,7 +187,17 @@ class LinearOps(Recorder):
         rows = int(x.shape[0])
         gate_RND = gate if gate.dim() == 3 else gate.view(rows, 1, -1)
         agree("gated_linear columns lie together", gate_RND.stride(2), 1)
-        return self._products(Activations(x.reshape(rows, -1), kind, gate_RND), (rows,), [weight_OI])[0]
+        attended = self.take("attend", x) if kind == "sigmoid" and gate_RND.shape == x.shape else None
+        if attended is not None:  # the gate is where the rows are made
+            attended[0](gate_RND)
+            return self._products(Activations(x.reshape(rows, -1)), (rows,), [weight_OI])[0]
+        activations, y_TO = Activations(x.reshape(rows, -1), kind, gate_RND), self.empty(rows, weight_OI.rows)
+        if rows > MAX_WINDOW:
+            return self._products(activations, (rows,), [weight_OI])[0]
+        return self.put_off(
+            "gated_linear", y_TO, lambda: self._launch_products(activations, [weight_OI], [y_TO]),
+            activations, weight_OI, y_TO,
+        )  # fmt: skip
 
     def swiglu(self, x_TH: torch.Tensor, gate_IH: Matrix, up_IH: Matrix, down_HI: Matrix) -> torch.Tensor:
         gate_TI, up_TI = self.linears(x_TH, [gate_IH, up_IH])
@@ -154,26 +237,69 @@ class LinearOps(Recorder):
         return outputs
 
     def _launch_products(self, a: Activations, weights: Sequence[Matrix], outputs: list[torch.Tensor]) -> None:
+        self.settle()  # before what it records leaves a place to bring weights
+        self.bring_matrices(weights)
+        part = self.product_part(a, weights, outputs)
+        kind = "" if a.source == "plain" and part.template <= 2 else "_any"  # Kind of linear.cu
+        self.launch(
+            f"linear.linears_{part.name}{kind}", (part.blocks,), part.threads, part.activations, part.matrices,
+            self.ahead(AHEAD_BYTES if sum(w.data.nbytes for w in weights) < MOST_CARRYING else 0, part.blocks),
+            shared=part.shared,
+        )  # fmt: skip
+
+    def bring_matrices(self, weights: Sequence[Matrix]) -> None:
+        self.bring([tensor for weight in weights for tensor in (weight.scales, weight.data)])
+
+    def product_part(
+        self,
+        a: Activations,
+        weights: Sequence[Matrix],
+        outputs: Sequence[torch.Tensor],
+        reserved: int = 0,
+        others: int = 0,
+    ) -> ProductPart:
+        """Of up to ``MAX_WINDOW`` rows and ``MOST_MATRICES`` weights. The launch needs ``reserved`` bytes of shared
+        memory and ``others`` blocks for something else."""
         rows, columns = self.rows_of(a.x_RI), int(a.x_RI.shape[1])
-        template = template_rows(rows)
-        of_warp = ROWS_OF_WARP[template]
-        room = max(1, self.shared_bytes // (4 * STEP_COLUMNS * template))
+        template, forms = template_rows(rows), forms_of(weights)
+        room = max(1, (self.shared_bytes - reserved) // (staged_bytes(STEP_COLUMNS, forms) * template))
         chunk = STEP_COLUMNS * min(room, -(-columns // STEP_COLUMNS))
-        all_of = _Matrices(count=len(weights), columns=columns, chunk=chunk)
+        plan = _plan(template, [weight.rows for weight in weights], self.program.multiprocessors, others)
+        all_of = _Matrices(count=len(weights), columns=columns, chunk=chunk, forms=forms)
         groups = 0
         for place, (weight, y) in enumerate(zip(weights, outputs, strict=True)):
             agree("linear columns", columns, weight.columns)
             native = self.matrix(weight)
             native.y, native.first = self.address(y), groups
             all_of.of[place] = native
-            groups += -(-weight.rows // of_warp)
+            groups += blocks_of(weight.rows, plan.of_warp)
         all_of.groups = groups
-        resident = self.program.multiprocessors * RESIDENT_BLOCKS[template]
-        self.launch(
-            f"linear.linears_{template}", (min(blocks_of(groups, THREADS // 32), resident),), THREADS,
-            self._native(a), all_of,
-            shared=4 * chunk * template,
-        )  # fmt: skip
+        shared = staged_bytes(chunk, forms) * template
+        return ProductPart(
+            template,
+            f"{template}x{plan.of_warp}",
+            plan.threads,
+            plan.blocks,
+            shared,
+            self._native(a),
+            all_of,
+            most_threads(plan.of_warp),
+        )
+
+    def no_product(self, rows: int) -> ProductPart:
+        """What a launch that may hold products takes where there are none."""
+        template = template_rows(rows)
+        of_warp = min(template, 4)
+        return ProductPart(
+            template,
+            f"{template}x{of_warp}",
+            most_threads(of_warp),
+            0,
+            0,
+            _Activations(),
+            _Matrices(),
+            most_threads(of_warp),
+        )
 
     def _native(self, a: Activations) -> _Activations:
         rows, columns = a.x_RI.shape
@@ -183,6 +309,6 @@ class LinearOps(Recorder):
         return _Activations(
             x=self.address(a.x_RI), gate=gate.data_ptr(), weight=self.address(a.weight), source=_SOURCES[a.source],
             rows=rows, gate_width=gate.shape[2], gate_pitch=gate.stride(1), gate_row=gate.stride(0),
-            width=1 if a.weight is None else a.weight.numel(), eps=a.eps,
+            gate_shift=_shift(int(gate.shape[2]), columns), eps=a.eps,
             by_fours=int(all(size % 4 == 0 for size in (*layout, a.x_RI.data_ptr() // 4))),
         )  # fmt: skip

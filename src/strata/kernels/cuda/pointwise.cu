@@ -1,18 +1,63 @@
 // Row-wise kernels of small width: norms, rope, router, gates, the largest logit. Bytes are those
 // of activations, a few hundred KiB at most: each takes a launch and little more, the largest logit reads T x V x 4.
 #include "device.h"
+#include "router.h"
 #include "rows.h"
 
 using namespace strata;
 using namespace strata::rows;
 
+constexpr int kNormFours = 4;  // float4 of a thread of a wide row
+
+__device__ __forceinline__ float4 plus_four(const float4& a, const float4& b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+// A wide row by a block, each value read once; weights do not wait for the launch before.
+__device__ void norm_wide(const float4* x, const float4* more, float4* sum_out, const float4* weight, float eps, float plus,
+                          int fours, float4* y, float* room) {
+    float4 v[kNormFours], w[kNormFours];
+    const int first = threadIdx.x, step = blockDim.x;
+#pragma unroll
+    for (int k = 0; k < kNormFours; ++k)
+        if (first + k * step < fours) w[k] = weight[first + k * step];
+    device::wait_for_previous();
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kNormFours; ++k)
+        if (first + k * step < fours) {
+            v[k] = x[first + k * step];
+            if (more != nullptr) v[k] = plus_four(v[k], more[first + k * step]);
+        }
+#pragma unroll
+    for (int k = 0; k < kNormFours; ++k)
+        if (first + k * step < fours) {
+            if (more != nullptr) sum_out[first + k * step] = v[k];
+            sum = fused(v[k].w, v[k].w, fused(v[k].z, v[k].z, fused(v[k].y, v[k].y, fused(v[k].x, v[k].x, sum))));
+        }
+    const float inverse = inverse_root(block_sum(sum, room) / static_cast<float>(fours * 4) + eps);
+#pragma unroll
+    for (int k = 0; k < kNormFours; ++k)
+        if (first + k * step < fours)
+            y[first + k * step] = make_float4(v[k].x * inverse * (plus + w[k].x), v[k].y * inverse * (plus + w[k].y),
+                                              v[k].z * inverse * (plus + w[k].z), v[k].w * inverse * (plus + w[k].w));
+}
+
 // x * rsqrt(mean(x^2) + eps) * (weight, or 1 + weight) of `count` rows. Up to 1024 columns a warp a row, else a block.
 // With `more` (or null) the rows are x + more, which is written to `sum_out` as well.
 extern "C" __global__ void rms_norm(const float* x, const float* more, float* sum_out, const float* weight, float eps,
-                                    float plus, int count, int columns, float* y) {
+                                    float plus, int count, int columns, int is_aligned, float* y) {
     __shared__ float room[32];
-    device::wait_for_previous();
+    device::let_next_start();
     const bool is_narrow = columns <= 1024;
+    if (!is_narrow && is_aligned && columns % 4 == 0 && columns <= 4 * kNormFours * static_cast<int>(blockDim.x)) {
+        const long long at = static_cast<long long>(blockIdx.x) * (columns / 4);
+        norm_wide(reinterpret_cast<const float4*>(x) + at, more == nullptr ? nullptr : reinterpret_cast<const float4*>(more) + at,
+                  reinterpret_cast<float4*>(sum_out) + at, reinterpret_cast<const float4*>(weight), eps, plus, columns / 4,
+                  reinterpret_cast<float4*>(y) + at, room);
+        return;
+    }
+    device::wait_for_previous();
     const int threads = is_narrow ? 32 : blockDim.x, first = is_narrow ? threadIdx.x & 31 : threadIdx.x;
     const long long row = is_narrow ? blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5) : blockIdx.x;
     const long long at = min(row, static_cast<long long>(count) - 1) * columns;
@@ -23,7 +68,7 @@ extern "C" __global__ void rms_norm(const float* x, const float* more, float* su
         sum = fused(value, value, sum);
     }
     sum = is_narrow ? warp_sum(sum) : block_sum(sum, room);
-    const float inverse = 1.0f / sqrtf(sum / static_cast<float>(columns) + eps);
+    const float inverse = inverse_root(sum / static_cast<float>(columns) + eps);
     if (row < count)
         for (int i = first; i < columns; i += threads) {
             const float value = more == nullptr ? x[at + i] : x[at + i] + more[at + i];
@@ -78,63 +123,12 @@ extern "C" __global__ void start_streams(const float* x, int rows, int streams, 
         y[i] = x[i / (streams * columns) * columns + i % columns];
 }
 
-// The top_k of E logits by (logit descending, id ascending), NaN last, and their softmax weights. A warp a row, kOwn
-// logits a lane; lane l holds ids l, l + 32, ... Order of the softmax's sum: a lane's ids rising, then the warp's tree.
-template <int kOwn>
-__device__ void route(const float* logits, int experts, int top_k, int renormalise, int* ids, float* weights) {
-    const int lane = threadIdx.x;
-    float own[kOwn], largest = lowest();
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-        own[i] = i * 32 + lane < experts ? logits[i * 32 + lane] : lowest();
-        largest = fmaxf(largest, own[i]);
-    }
-    for (int step = 16; step > 0; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, step));
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i)
-        if (i * 32 + lane < experts) sum += expf(own[i] - largest);
-    sum = warp_sum(sum);
-    unsigned long long taken = 0;  // a bit for each own logit
-    float chosen = 0.0f, total = 0.0f;
-    for (int k = 0; k < top_k; ++k) {
-        unsigned long long best = 0;  // order of the logit, then of the id from the highest down, so the lowest wins
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            const unsigned id = i * 32 + lane;
-            const unsigned long long key = static_cast<unsigned long long>(ordered(own[i])) << 32 | (kAll - id);
-            if (id < static_cast<unsigned>(experts) && !(taken >> i & 1) && key > best) best = key;
-        }
-        for (int step = 16; step > 0; step >>= 1) {
-            const unsigned long long other = __shfl_xor_sync(kAll, best, step);
-            best = other > best ? other : best;
-        }
-        const int id = static_cast<int>(kAll - static_cast<unsigned>(best));
-        if ((id & 31) == lane) taken |= 1ull << (id >> 5);
-        const float weight = expf(logits[id] - largest) / sum;
-        total += weight;
-        if ((k & 31) == lane) {
-            chosen = weight;
-            ids[k] = id;
-            weights[k] = weight;
-        }
-    }
-    if (renormalise)
-        for (int k = lane; k < top_k; k += 32) weights[k] = (top_k <= 32 ? chosen : weights[k]) / total;
-}
-
 // Grid (T), 32 threads.
 extern "C" __global__ void router(const float* logits, int experts, int top_k, int renormalise, int* ids,
                                   float* weights) {
     device::wait_for_previous();
     const long long t = blockIdx.x;
-    logits += t * experts, ids += t * top_k, weights += t * top_k;
-    if (experts <= 4 * 32)
-        route<4>(logits, experts, top_k, renormalise, ids, weights);
-    else if (experts <= 16 * 32)
-        route<16>(logits, experts, top_k, renormalise, ids, weights);
-    else
-        route<64>(logits, experts, top_k, renormalise, ids, weights);
+    route_row<64 * 32>(logits + t * experts, experts, top_k, renormalise, ids + t * top_k, weights + t * top_k);
 }
 
 // A logit's place: order, then the lowest id. A NaN is above all.

@@ -142,6 +142,7 @@ class Machine(Protocol):
 
     device: torch.device
     multiprocessors: int
+    cache_bytes: int  # of the second level
 
     def prepare(self, launches: list[Launch]) -> Runnable:
         """Loads every kernel and captures the launches as one graph where the machine has graphs."""

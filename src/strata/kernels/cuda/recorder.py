@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,13 @@ import torch
 from strata.errors import EngineError
 from strata.kernels.cuda.program import MAX_WINDOW, Address, Argument, Program, RoundInputs
 
-__all__ = ["Recorder", "agree", "blocks_of"]
+__all__ = ["Ahead", "Recorder", "agree", "blocks_of"]
 
+FULL_CACHE = 48 << 20  # bytes of second-level cache from which on launches bring all that they have time for
+MOST_CARRIERS = 6  # launches back that weights are brought at most
+PARTS_AHEAD = 4
+CACHE_LINE = 128  # bytes
+MOST_OF_BLOCK = 128 << 10
 _WAVES = 4  # blocks of a multiprocessor that a grid-stride launch asks for at most
 
 
@@ -36,6 +41,34 @@ def blocks_of(count: int, threads: int) -> int:
     return max(1, -(-count // threads))
 
 
+class Ahead(ctypes.Structure):
+    """``Ahead`` of device.h."""
+
+    _fields_ = (
+        ("at", ctypes.c_uint64 * PARTS_AHEAD),
+        *((name, ctypes.c_uint32 * PARTS_AHEAD) for name in ("bytes", "run")),
+    )
+
+
+@dataclass(eq=False)
+class _Carrier:
+    ahead: Ahead
+    left: int
+    askers: int
+    parts: int = 0
+
+    def take(self, start: int, nbytes: int) -> int:
+        """How many of the bytes from ``start`` on this launch brings."""
+        taken = min(nbytes, self.left) // 16 * 16
+        if taken <= 0 or self.parts == PARTS_AHEAD:
+            return 0
+        self.ahead.at[self.parts], self.ahead.bytes[self.parts] = start, taken
+        self.ahead.run[self.parts] = (taken // self.askers // CACHE_LINE + 1) * CACHE_LINE
+        self.parts += 1
+        self.left -= taken
+        return taken
+
+
 @dataclass(frozen=True, eq=False)
 class _PutOff:
     kind: str
@@ -45,12 +78,17 @@ class _PutOff:
 
 
 class Recorder:
-    """Appends launches to ``program``. ``shared_bytes``: shared memory that one block may use."""
+    """Appends launches to ``program``. ``shared_bytes``: shared memory that one block may use; ``cache_bytes``: of the
+    card's second level."""
 
-    def __init__(self, program: Program, inputs: RoundInputs, shared_bytes: int = 48 << 10) -> None:
+    def __init__(
+        self, program: Program, inputs: RoundInputs, shared_bytes: int = 48 << 10, cache_bytes: int = 0
+    ) -> None:
         self.program = program
         self.shared_bytes = shared_bytes
         self.turn = inputs.turn
+        self._cache_bytes = cache_bytes
+        self._carriers: list[_Carrier] = []
         self._waiting: _PutOff | None = None
         self._scratch: dict[str, torch.Tensor] = {}
         self.inputs = _Inputs(inputs.ids.data_ptr(), inputs.position.data_ptr(), inputs.accepted.data_ptr())
@@ -80,16 +118,53 @@ class Recorder:
         """An address as an argument of a launch."""
         return Address(address or 0)
 
+    def ahead(self, nbytes: int, blocks: int) -> Ahead:
+        """An argument of a launch to come, of so many blocks, that leaves time to bring ``nbytes`` of later weights to
+        the cache. A multiprocessor asks for ``MOST_OF_BLOCK`` in that time at most."""
+        share = min(1.0, self._cache_bytes / FULL_CACHE)
+        nbytes = min(int(nbytes * share), min(blocks, self.program.multiprocessors) * MOST_OF_BLOCK)
+        self._carriers.append(_Carrier(Ahead(), nbytes, blocks))
+        del self._carriers[:-MOST_CARRIERS]
+        return self._carriers[-1].ahead
+
+    def bring(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Has the launches before bring these weights, the latest of them first."""
+        for tensor in tensors:
+            if tensor is None or tensor.data_ptr() % 16 or not self._cache_bytes:
+                continue
+            start, left = tensor.data_ptr(), tensor.numel() * tensor.element_size() // 16 * 16
+            for carrier in reversed(self._carriers):
+                taken = carrier.take(start, left)
+                start, left = start + taken, left - taken
+
     def launch(self, kernel: str, grid: tuple[int, ...], block: int, *arguments: Argument, shared: int = 0) -> None:
         """Appends a launch, after what was put off."""
         self.settle()
         self.program.launch(kernel, grid, block, *arguments, shared=shared)
 
-    def put_off(self, kind: str, result: torch.Tensor, record: Callable[[], None], *parts: Any) -> torch.Tensor:
+    def put_off(
+        self, kind: str, result: torch.Tensor, record: Callable[[], None], *parts: Any, after: str | None = None
+    ) -> torch.Tensor:
         """Leaves an operation to the one that reads its result, which may do it in its own launch (``take``). Any other
-        launch of this object comes after ``record``. Only results that no launch of others reads are put off."""
-        self.settle()
-        self._waiting = _PutOff(kind, result, record, parts)
+        launch of this object comes after ``record``. Only results that no launch of others reads are put off.
+
+        ``after``: the kind of an operation that may wait with it, whose parts (or None) then come last.
+        """
+        before = self._waiting
+        if after is None or before is None or before.kind != after:
+            self.settle()
+            before = None
+        else:
+            self._waiting = None
+        if after is not None:
+            parts = (*parts, None if before is None else before.parts)
+
+        def both() -> None:
+            if before is not None:
+                before.record()
+            record()
+
+        self._waiting = _PutOff(kind, result, both, parts)
         return result
 
     def take(self, kind: str, result: torch.Tensor) -> tuple[Any, ...] | None:

@@ -13,8 +13,10 @@ from strata.kernels.cuda.recorder import Recorder, agree, blocks_of
 __all__ = ["RowOps"]
 
 THREADS = 256
+WIDE_THREADS = 512  # of a row that is wider
 NARROW = 1024  # columns up to which a warp takes a row of a norm
 MOST_EXPERTS = 64 * 32
+FUSED_EXPERTS = 512  # that the experts' first launch routes among
 MOST_ADDED = 2  # of one causal_conv
 ARGMAX_COLUMNS = 4096  # of a part
 
@@ -31,9 +33,11 @@ class RowOps(Recorder):
         blocks = blocks_of(rows, THREADS // 32) if columns <= NARROW else rows
         added = self.take("add", x)
         first, more = (x, None) if added is None else added
+        tensors = (first, x, weight, y) if more is None else (first, more, x, weight, y)
         self.launch(
-            "pointwise.rms_norm", (blocks,), THREADS, first, self.pointer(self.address(more)), x, weight, eps,
-            float(plus_one), rows, columns, y,
+            "pointwise.rms_norm", (blocks,), THREADS if columns <= NARROW else WIDE_THREADS, first,
+            self.pointer(self.address(more)), x, weight, eps, float(plus_one), rows, columns,
+            int(all(tensor.data_ptr() % 16 == 0 for tensor in tensors)), y,
         )  # fmt: skip
         return y
 
@@ -51,11 +55,21 @@ class RowOps(Recorder):
         return y_TND
 
     def router(self, logits_TE: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put off: the experts' first launch takes it, and a gated product that waits as well (``expert_step``)."""
         rows, experts = logits_TE.shape
         if not 1 <= top_k <= experts <= MOST_EXPERTS:
             raise EngineError(f"top {top_k} of {experts} experts, at most {MOST_EXPERTS} are routed")
         ids_TK, weights_TK = self.empty(rows, top_k, dtype=torch.int32), self.empty(rows, top_k)
-        self.launch("pointwise.router", (rows,), 32, logits_TE, experts, top_k, int(renormalise), ids_TK, weights_TK)
+
+        def record() -> None:
+            self.launch(
+                "pointwise.router", (rows,), 32, logits_TE, experts, top_k, int(renormalise), ids_TK, weights_TK
+            )
+
+        if experts <= FUSED_EXPERTS:
+            self.put_off("router", ids_TK, record, logits_TE, weights_TK, renormalise, after="gated_linear")
+        else:
+            record()
         return ids_TK, weights_TK
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

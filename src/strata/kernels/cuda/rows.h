@@ -22,9 +22,11 @@ __device__ __forceinline__ float lowest() { return __uint_as_float(0xFF800000u);
 
 __device__ __forceinline__ float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float sigmoid(float x) { return device::quotient(1.0f, 1.0f + device::exponential(-x)); }
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return device::quotient(x, 1.0f + device::exponential(-x)); }
+
+__device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
 
 // The same bits in every lane: addition commutes.
 __device__ __forceinline__ float warp_sum(float x) {
@@ -46,9 +48,27 @@ __device__ __forceinline__ float block_sum(float x, float* room) {
     x = warp_sum(x);
     if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = x;
     __syncthreads();
+    const int warps = blockDim.x >> 5;
     float total = room[0];
-    for (int warp = 1; warp < static_cast<int>(blockDim.x >> 5); ++warp) total += room[warp];
+#pragma unroll
+    for (int warp = 1; warp < 16; ++warp)  // read at once, added in order
+        if (warp < warps) total += room[warp];
+    for (int warp = 16; warp < warps; ++warp) total += room[warp];
     return total;
+}
+
+// The largest of a warp's words, in every lane.
+__device__ __forceinline__ unsigned warp_largest(unsigned x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(kAll, x);
+#else
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1) {
+        const unsigned other = __shfl_xor_sync(kAll, x, step);
+        x = other > x ? other : x;
+    }
+    return x;
+#endif
 }
 
 // Bits that order like the floats, zeros of both signs alike; NaN of any sign is lowest.
@@ -56,6 +76,12 @@ __device__ __forceinline__ unsigned ordered(float x) {
     const unsigned bits = x == 0.0f ? 0u : __float_as_uint(x);
     if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0u;
     return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+// The float of such bits; NaN where there was one.
+__device__ __forceinline__ float unordered(unsigned bits) {
+    if (bits == 0u) return __uint_as_float(0x7FC00000u);
+    return __uint_as_float((bits & 0x80000000u) != 0 ? bits ^ 0x80000000u : ~bits);
 }
 
 }  // namespace rows

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
-from strata.kernels.cuda.linear_ops import STEP_COLUMNS, LinearOps, NativeMatrix, template_rows
+from strata.kernels.cuda.linear_ops import (
+    STEP_COLUMNS,
+    LinearOps,
+    NativeMatrix,
+    forms_of,
+    staged_bytes,
+    template_rows,
+)
+from strata.kernels.cuda.program import MAX_WINDOW
 from strata.kernels.cuda.recorder import agree, blocks_of
 from strata.kernels.cuda.row_ops import RowOps
 from strata.kernels.ops import HyperWeights, NgramWeights
@@ -18,9 +26,11 @@ from strata.kernels.ops import HyperWeights, NgramWeights
 __all__ = ["StreamOps"]
 
 THREADS, GATE_THREADS = 256, 1024
-DOWN_THREADS, DOWN_ROWS = 128, 2  # rows of a warp in mix_down
+DOWN_BLOCKS = 132  # about; the threads of mix_down's blocks are a function of the shape alone
+FEWEST_WARPS, MOST_WARPS = 4, 16  # of mix_down
+MOST_UP_WARPS, MOST_UP_WARPS_ANY = 20, 12  # of mix_up
+AHEAD_BYTES = 12 << 20  # of later weights that each of the two launches brings
 DOWN_ROOM = 256  # bytes that mix_down takes of shared memory for itself
-UP_COLUMNS = {1: 2, 2: 1, 4: 1, 8: 1}  # columns of a warp in mix_up, by T
 
 
 class _Added(ctypes.Structure):
@@ -40,12 +50,24 @@ class _Mixer(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("shares", "inverses", "u", "c")),
         *((name, ctypes.c_int) for name in ("rows", "streams", "columns", "rank")),
         ("eps", ctypes.c_float),
-        ("unused", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("down_forms", "up_forms")),
+        ("share", ctypes.c_float),
     )
 
 
 def _padded(columns: int) -> int:
     return -(-columns // STEP_COLUMNS) * STEP_COLUMNS
+
+
+def _fast_format(weights: HyperWeights, streams: int, columns: int) -> str | None:
+    """The one format of a mixer of the shape that kernels are made for (streams.cu)."""
+    rank, matrices = weights.down.rows, (weights.down, weights.up, weights.inject or weights.up)
+    formats = {matrix.format for matrix in matrices}
+    is_shape = streams == 4 and columns % STEP_COLUMNS == 0 and rank % 32 == 0 and rank <= STEP_COLUMNS
+    if not is_shape or len(formats) > 1 or any(matrix.data.data_ptr() % 16 for matrix in matrices):
+        return None
+    format = formats.pop()
+    return format if format in ("q8_0", "bf16") else None
 
 
 class StreamOps(LinearOps, RowOps):
@@ -72,8 +94,10 @@ class StreamOps(LinearOps, RowOps):
         if inject is not None:
             agree("hyper_mix inject", (inject.rows, inject.columns), (streams, streams * columns))
             c_TS = self.empty(rows, streams)
-        most = (self.shared_bytes - DOWN_ROOM) // (4 * _padded(columns))  # rows of activations that a block holds
-        at_once = next((size for size in (8, 4, 2) if size <= most), 1)
+        row_bytes = staged_bytes(_padded(columns), forms_of([down] if inject is None else [down, inject]))
+        most = (self.shared_bytes - DOWN_ROOM) // row_bytes  # rows of activations that a block holds
+        is_fast = _fast_format(weights, streams, columns) is not None
+        at_once = next((size for size in ((8, 4, 2) if is_fast else (8,)) if size <= most), 1)
         added = self.take("hyper_add", x_TSH)
         for first in range(0, rows, at_once):
             part = slice(first, first + at_once)
@@ -102,18 +126,31 @@ class StreamOps(LinearOps, RowOps):
             shares=self.address(self.scratch("mixer shares", rows, streams, down.rows + streams)),
             inverses=self.address(self.scratch("mixer norms", rows, streams)), u=self.address(u_TH),
             c=self.address(c_TS), rows=rows, streams=streams, columns=columns, rank=down.rows, eps=weights.eps,
+            down_forms=forms_of([down] if inject is None else [down, inject]), up_forms=forms_of([weights.up]),
+            share=1.0 / columns,
         )  # fmt: skip
-        template = template_rows(rows)
-        groups = blocks_of(down.rows, DOWN_ROWS) + (0 if inject is None else blocks_of(inject.rows, DOWN_ROWS))
+        self.settle()
+        self.bring([w.scales for w in (down, inject, weights.up) if w is not None])
+        self.bring([w.data for w in (down, inject, weights.up) if w is not None])
+        format = _fast_format(weights, streams, columns)
+        is_fast = format is not None
+        template = template_rows(rows) if is_fast or rows == 1 else MAX_WINDOW
+        name = f"{format or 'any'}_{template}"
+        sums = down.rows + (0 if inject is None else inject.rows)
+        warps = min(max(FEWEST_WARPS, blocks_of(sums, max(1, DOWN_BLOCKS // streams))), MOST_WARPS)
+        grid = (blocks_of(sums, warps), streams)
         self.launch(
-            f"streams.mix_down_{template}", (blocks_of(groups, DOWN_THREADS // 32), streams), DOWN_THREADS,
-            mixer, _padded(columns), shared=4 * template * _padded(columns),
+            f"streams.mix_down_{name}", grid, 32 * warps, mixer, _padded(columns),
+            self.ahead(AHEAD_BYTES, grid[0] * grid[1]),
+            shared=template * staged_bytes(_padded(columns), mixer.down_forms),
         )  # fmt: skip
-        groups = blocks_of(columns, UP_COLUMNS[template])
-        blocks = min(blocks_of(groups, THREADS // 32), 2 * self.program.multiprocessors)
+        multiprocessors = self.program.multiprocessors
+        most = MOST_UP_WARPS if is_fast else MOST_UP_WARPS_ANY
+        warps = min(max(FEWEST_WARPS, blocks_of(columns, multiprocessors)), most)
+        blocks = min(blocks_of(columns, warps), 2 * multiprocessors)
         self.launch(
-            f"streams.mix_up_{template}", (blocks,), THREADS, mixer, _padded(down.rows),
-            shared=4 * template * _padded(down.rows),
+            f"streams.mix_up_{name}", (blocks,), 32 * warps, mixer, _padded(down.rows),
+            self.ahead(AHEAD_BYTES, blocks), shared=template * staged_bytes(_padded(down.rows), mixer.up_forms),
         )  # fmt: skip
 
     def hyper_add(self, x_TSH: torch.Tensor, c_TS: torch.Tensor, y_TH: torch.Tensor) -> torch.Tensor:

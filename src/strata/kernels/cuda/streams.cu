@@ -3,245 +3,228 @@
 // those of the weights: F x SH and SH x F (3.3 M weights each for 320 x 10,240: 0.8 us at 8 bits, 1.6 in BF16).
 #include "device.h"
 #include "linear.h"
+#include "mixer.h"
 #include "rows.h"
 
 using namespace strata;
 using namespace strata::rows;
 
-// The add that comes before a mix, in the same launch: x + c (y + sigmoid(gate) more). `out` null: none is to be done.
-struct Added {
-    float* out;                          // T x S x H, what the mix then reads
-    const float *c, *y, *gate, *more;    // T x S, T x H, T or null, T x H
-};
+// The case that models are made for, in as few instructions as it takes: 4 streams of whole steps, every matrix in q8_0 or
+// every one in BF16.
 
-struct Mixer {
-    const float *x, *norm;  // T x S x H, S x H
-    Added added;
-    Matrix down, inject;    // F x SH, S x SH (rows 0: none)
-    Matrix up;              // SH x F
-    float *shares, *inverses;  // T x S x (F + S): each stream's part of down and inject; T x S
-    float *u, *c;              // T x H; T x S or null
-    int rows, streams, columns, rank;
-    float eps;
-    int unused;
-};
-
-__device__ __forceinline__ float add_to(float x, float c, float y) { return fused(c, y, x); }
-
-// One row's columns of a stream, one at a time; this thread's sum of squares. `at`: where they lie in x and out.
-__device__ float stage_ones(const Mixer& m, int s, long long at, int from, float c, float gate, int padded, float* x) {
-    float sum = 0.0f;
-    for (int i = threadIdx.x; i < padded; i += blockDim.x) {
-        float value = i < m.columns ? m.x[at + i] : 0.0f;
-        if (m.added.out != nullptr && i < m.columns) {
-            float y = m.added.y[from * m.columns + i];
-            if (m.added.gate != nullptr) y = y + gate * m.added.more[from * m.columns + i];
-            value = add_to(value, c, y);
-            if (blockIdx.x == 0) m.added.out[at + i] = value;
-        }
-        sum = fused(value, value, sum);
-        x[place(i >> 2) * 4 + (i & 3)] = i < m.columns ? value * (1.0f + m.norm[s * m.columns + i]) : 0.0f;
-    }
-    return sum;
-}
-
-// The same four columns at a time, with all of a batch's reads under way before the first write: a write to `out` could
-// be to what is read next, for all that the compiler knows, and each read would be waited for by itself.
-__device__ float stage_fours(const Mixer& m, int s, long long at, int from, float c, float gate, int fours, float* x) {
-    constexpr int kBatch = 5;
-    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const auto* values = reinterpret_cast<const float4*>(m.x + at);
-    const auto* norms = reinterpret_cast<const float4*>(m.norm + static_cast<long long>(s) * m.columns);
-    const long long row = static_cast<long long>(from) * m.columns;
-    auto* room = reinterpret_cast<float4*>(x);
-    const int limit = m.columns / 4;
-    float sum = 0.0f;
-    for (int base = threadIdx.x; base < fours; base += kBatch * blockDim.x) {
-        float4 v[kBatch], n[kBatch], y[kBatch], more[kBatch];
+// What a lane does with one row's steps of weights, in one format; `x` is the staged rows.
+template <int T, int R, int kAhead, bool kIsQ8>
+__device__ __forceinline__ void multiply_whole(WholeRows<R>& rows, Batch<R, kAhead>& batch, const Staged& x, int steps,
+                                               int lane, float (*acc)[T]) {
+    if constexpr (kIsQ8) {
+        multiply_rows<T, R, kAhead>(rows, batch, true, x, steps, lane, acc);
+    } else {
+        // The places of a lane's two float4 of a step, the same in every step but for the step's own.
+        const float4 *low = x.x + place(lane * 2), *high = x.x + place(lane * 2 + 1);
+        for (int done = 0; done < steps; done += kAhead) {
+            if (done > 0) batch.load_data(rows, steps - done);
 #pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-            const int f = base + k * blockDim.x;
-            const bool inside = f < limit;
-            v[k] = inside ? values[f] : zero;
-            n[k] = inside ? norms[f] : zero;
-            y[k] = inside && m.added.out != nullptr ? reinterpret_cast<const float4*>(m.added.y + row)[f] : zero;
-            more[k] = inside && m.added.gate != nullptr ? reinterpret_cast<const float4*>(m.added.more + row)[f] : zero;
-        }
+            for (int u = 0; u < kAhead; ++u) {
+                if (u >= steps - done) break;
 #pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-            const int f = base + k * blockDim.x;
-            if (m.added.out != nullptr) {
-                if (m.added.gate != nullptr)
-                    y[k] = make_float4(y[k].x + gate * more[k].x, y[k].y + gate * more[k].y, y[k].z + gate * more[k].z,
-                                       y[k].w + gate * more[k].w);
-                v[k] = make_float4(add_to(v[k].x, c, y[k].x), add_to(v[k].y, c, y[k].y), add_to(v[k].z, c, y[k].z),
-                                   add_to(v[k].w, c, y[k].w));
-                if (blockIdx.x == 0 && f < limit) reinterpret_cast<float4*>(m.added.out + at)[f] = v[k];
+                for (int t = 0; t < T; ++t)
+                    multiply_bf16<R>(batch.raw[u], low[t * (x.columns / 4) + u * 64], high[t * (x.columns / 4) + u * 64],
+                                     [&](int r) -> float& { return acc[r][t]; });
             }
-            sum = fused(v[k].w, v[k].w, fused(v[k].z, v[k].z, fused(v[k].y, v[k].y, fused(v[k].x, v[k].x, sum))));
-            if (f < fours)
-                room[place(f)] = make_float4(v[k].x * (1.0f + n[k].x), v[k].y * (1.0f + n[k].y),
-                                             v[k].z * (1.0f + n[k].z), v[k].w * (1.0f + n[k].w));
+            rows.advance(kAhead);
+            low += kAhead * 64, high += kAhead * 64;
         }
     }
-    return sum;
 }
 
-// Columns of stream s, times 1 + norm, into shared memory; the inverse root mean square of each row to `inverses`.
-template <int T>
-__device__ void stage_stream(const Mixer& m, int s, int padded, float* x, float* inverses, float* room) {
-    for (int t = 0; t < T; ++t) {
-        const int from = min(t, m.rows - 1);
-        const long long at = (static_cast<long long>(from) * m.streams + s) * m.columns;
-        const float c = m.added.out == nullptr ? 0.0f : m.added.c[from * m.streams + s];
-        const float gate = m.added.gate == nullptr ? 0.0f : sigmoid(m.added.gate[from]);
-        float sum = m.columns % 4 == 0 ? stage_fours(m, s, at, from, c, gate, padded / 4, x + t * padded)
-                                       : stage_ones(m, s, at, from, c, gate, padded, x + t * padded);
-        sum = block_sum(sum, room + (t & 1) * 32);
-        inverses[t] = 1.0f / sqrtf(sum / static_cast<float>(m.columns) + m.eps);
-    }
-}
-
-// Grid (blocks of kWarps x R rows of down and inject, S), 128 threads. Shared memory: T x padded columns.
-template <int T, int R, int kAhead>
-__device__ void mix_down(const Mixer& m, int padded, float* x) {
+template <int T, bool kIsQ8>
+__device__ void mix_down_whole(const Mixer& m, float4* memory) {
+    constexpr int kAhead = kIsQ8 ? 5 : 10, kBytes = kIsQ8 ? 1 : 2;
     __shared__ float room[2 * 32];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, s = blockIdx.y;
-    const int groups = (m.down.rows + R - 1) / R, all = groups + (m.inject.rows + R - 1) / R;
-    const int group = blockIdx.x * (blockDim.x >> 5) + warp;
-    const bool is_inject = group >= groups && m.inject.rows > 0;
-    const Matrix w = is_inject ? m.inject : m.down;
-    const int row = (is_inject ? group - groups : min(group, groups - 1)) * R, size = bytes_of(w.format);
-    const int limit = m.columns * size, end = (limit + kStep - 1) / kStep * kStep;
-    int lines[R];
-    float acc[R][T], inverses[T];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, s = blockIdx.y, columns = m.columns;
+    const int row = blockIdx.x * (blockDim.x >> 5) + warp, all = m.down.rows + m.inject.rows;
+    const bool is_inject = row >= m.down.rows && m.inject.rows > 0;
+    const Matrix& w = is_inject ? m.inject : m.down;
+    const int line = min(is_inject ? row - m.down.rows : row, w.rows - 1), fours = columns / 4;
+    const int steps = columns * kBytes / kStep;
+    const Staged x(memory, T, columns, kIsQ8 ? kCodes : kFloats);
+    float acc[1][T], inverses[T];
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-        lines[r] = min(row + r, w.rows - 1);
+    for (int t = 0; t < T; ++t) acc[0][t] = 0.0f;
+    WholeRows<1> rows(w, static_cast<long long>(line) * w.row_bytes + s * columns * kBytes + lane * 16, 0);
+    Batch<1, kAhead> batch;
+    if (kIsQ8)
+        batch.load(rows, steps);
+    else
+        batch.load_data(rows, steps);
+    const int step = blockDim.x, own = threadIdx.x;
+    const auto* norms = reinterpret_cast<const float4*>(m.norm + s * columns);
+    float4 norm[kNorms];  // of this thread's first fours: weights, so they need not wait either
 #pragma unroll
-        for (int t = 0; t < T; ++t) acc[r][t] = 0.0f;
-    }
-    device::let_next_start();
-    Batch<R, kAhead> batch;
-    batch.load(w, lines, s * limit, limit, 0, end, lane);
+    for (int k = 0; k < kNorms; ++k)
+        if (own + k * step < fours) norm[k] = norms[own + k * step];
     device::wait_for_previous();
-    stage_stream<T>(m, s, padded, x, inverses, room);
-    __syncthreads();
+    const bool is_added = m.added.out != nullptr, is_gated = m.added.gate != nullptr;
+    for (int t = 0; t < T; ++t) {
+        const int from = min(t, m.rows - 1), at = (from * 4 + s) * fours, plain = from * fours;
+        const auto* xs = reinterpret_cast<const float4*>(m.x) + at;
+        const auto* ys = reinterpret_cast<const float4*>(m.added.y) + plain;
+        const auto* mores = reinterpret_cast<const float4*>(m.added.more) + plain;
+        auto* outs = reinterpret_cast<float4*>(m.added.out) + at;
+        float c = 0.0f, gate = 0.0f, sum = 0.0f;
+        if (is_added) c = m.added.c[from * 4 + s];
+        if (is_gated) gate = m.added.gate[from];
+        for (int first = own; first < fours; first += kNorms * step) {
+            float4 v[kNorms], y[kNorms], more[kNorms];
+#pragma unroll
+            for (int k = 0; k < kNorms; ++k) {
+                const int f = first + k * step;
+                if (f >= fours) break;  // the same for all lanes of a warp
+                v[k] = xs[f];
+                if (is_added) y[k] = ys[f];
+                if (is_gated) more[k] = mores[f];
+            }
+            const float strength = is_gated ? sigmoid(gate) : 0.0f;
+#pragma unroll
+            for (int k = 0; k < kNorms; ++k) {
+                const int f = first + k * step;
+                if (f >= fours) break;
+                const float4 n = first == own ? norm[k] : norms[f];
+                if (is_gated)
+                    y[k] = make_float4(y[k].x + strength * more[k].x, y[k].y + strength * more[k].y,
+                                       y[k].z + strength * more[k].z, y[k].w + strength * more[k].w);
+                if (is_added) {
+                    v[k] = make_float4(add_to(v[k].x, c, y[k].x), add_to(v[k].y, c, y[k].y), add_to(v[k].z, c, y[k].z),
+                                       add_to(v[k].w, c, y[k].w));
+                    if (blockIdx.x == 0) outs[f] = v[k];
+                }
+                sum = fused(v[k].w, v[k].w, fused(v[k].z, v[k].z, fused(v[k].y, v[k].y, fused(v[k].x, v[k].x, sum))));
+                const float4 normed = make_float4(fused(v[k].x, n.x, v[k].x), fused(v[k].y, n.y, v[k].y),
+                                                  fused(v[k].z, n.z, v[k].z), fused(v[k].w, n.w, v[k].w));
+                if (kIsQ8)
+                    x.put_codes(t * fours + f, normed);
+                else
+                    x.x[t * fours + place(f)] = normed;
+            }
+        }
+        inverses[t] = inverse_root(block_sum(sum, room + (t & 1) * 32) * m.share + m.eps);
+    }
     if (blockIdx.x == 0 && threadIdx.x == 0)
-        for (int t = 0; t < m.rows; ++t) m.inverses[t * m.streams + s] = inverses[t];
-    for (int start = 0; start < end; start += kAhead * kStep) {
-        if (start > 0) batch.load(w, lines, s * limit, limit, start, end, lane);
+        for (int t = 0; t < m.rows; ++t) m.inverses[t * 4 + s] = inverses[t];
+    multiply_whole<T, 1, kAhead, kIsQ8>(rows, batch, x, steps, lane, acc);
 #pragma unroll
-        for (int u = 0; u < kAhead; ++u) {
-            if (start + u * kStep >= end) break;
-            multiply_any<T, R>(w.format, batch.raw[u], batch.scale[u], reinterpret_cast<const float4*>(x),
-                               start + u * kStep + lane * 16, padded / 4, acc);
-        }
+    for (int t = 0; t < T; ++t) {
+        const float total = warp_sum(acc[0][t]) * inverses[t];
+        if (lane == t && t < m.rows && row < all) m.shares[(t * 4 + s) * all + row] = total;
     }
-#pragma unroll
-    for (int r = 0; r < R; ++r)
-#pragma unroll
-        for (int t = 0; t < T; ++t) {
-            const float total = warp_sum(acc[r][t]) * inverses[t];
-            if (lane == r * T + t && t < m.rows && row + r < w.rows && group < all)
-                m.shares[(t * m.streams + s) * (m.rank + m.streams) + (is_inject ? m.rank : 0) + row + r] = total;
-        }
 }
 
-__device__ __forceinline__ float sum_shares(const Mixer& m, int t, int i) {
-    const int pitch = m.rank + m.streams;
-    float total = m.shares[t * m.streams * pitch + i];
-    for (int s = 1; s < m.streams; ++s) total += m.shares[(t * m.streams + s) * pitch + i];
-    return total / static_cast<float>(m.streams);
-}
-
-// Grid: any number of blocks. A warp takes kColumns columns h and 4 streams at once. Shared memory: T x padded rank.
-template <int T, int kColumns, int kAhead>
-__device__ void mix_up(const Mixer& m, int padded, float* d) {
-    constexpr int R = kColumns * 4;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    const int limit = m.rank * bytes_of(m.up.format), end = (limit + kStep - 1) / kStep * kStep;
-    const int groups = (m.columns + kColumns - 1) / kColumns;
-    device::let_next_start();
+// A warp a column; lane 4 t + r is stream r of row t before and after the products. The low rank is at most one step of
+// q8_0 or two of BF16; lanes behind its end read its last weights and count for nothing.
+template <int T, bool kIsQ8>
+__device__ void mix_up_whole(const Mixer& m, float4* memory) {
+    constexpr int kSteps = kIsQ8 ? 1 : 2, kBytes = kIsQ8 ? 1 : 2;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, limit = m.rank * kBytes;
+    const int of_row = min(lane >> 2, m.rows - 1), of_stream = lane & 3, apart = m.columns * limit;
+    const float* streams = m.added.out == nullptr ? m.x : m.added.out;
+    const Staged d(memory, T, kStep, kIsQ8 ? kCodes : kFloats);
     bool is_staged = false;
-    for (int base = blockIdx.x * warps; base < groups; base += gridDim.x * warps) {
-        const int h = min(base + warp, groups - 1) * kColumns;
-        float u = 0.0f;  // of column h + lane / T and row lane % T, in lanes that have one
-        const int own_h = min(h + lane / T, m.columns - 1), own_t = min(lane % T, m.rows - 1);
-        for (int first = 0; first < m.streams; first += 4) {
-            int lines[R];
-            float acc[R][T], mine[4];
+    for (int base = blockIdx.x * warps; base < m.columns; base += gridDim.x * warps) {
+        const int h = min(base + warp, m.columns - 1);
+        Batch<4, kSteps> batch;
 #pragma unroll
-            for (int r = 0; r < R; ++r) {
-                const int s = min(first + r % 4, m.streams - 1);
-                lines[r] = s * m.columns + min(h + r / 4, m.columns - 1);
-#pragma unroll
-                for (int t = 0; t < T; ++t) acc[r][t] = 0.0f;
-            }
-            Batch<R, kAhead> batch;
-            batch.load(m.up, lines, 0, limit, 0, end, lane);
-            if (!is_staged) {
-                device::wait_for_previous();
-                for (int i = threadIdx.x; i < T * padded; i += blockDim.x) {
-                    const int t = i / padded, f = i % padded;
-                    d[t * padded + place(f >> 2) * 4 + (f & 3)] =
-                        t < m.rows && f < m.rank ? silu(sum_shares(m, t, f)) : 0.0f;
-                }
-                if (m.c != nullptr && blockIdx.x == 0)
-                    for (int i = threadIdx.x; i < m.rows * m.streams; i += blockDim.x)
-                        m.c[i] = 2.0f * sigmoid(sum_shares(m, i / m.streams, m.rank + i % m.streams));
-                __syncthreads();
-                is_staged = true;
-            }
-            float n[4];  // read before the products, not after them
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int s = min(first + i, m.streams - 1);
-                const float* x = m.added.out == nullptr ? m.x : m.added.out;
-                n[i] = x[(static_cast<long long>(own_t) * m.streams + s) * m.columns + own_h] *
-                       m.inverses[own_t * m.streams + s] * (1.0f + m.norm[s * m.columns + own_h]);
-            }
-            for (int start = 0; start < end; start += kAhead * kStep) {
-                if (start > 0) batch.load(m.up, lines, 0, limit, start, end, lane);
-#pragma unroll
-                for (int ahead = 0; ahead < kAhead; ++ahead) {
-                    if (start + ahead * kStep >= end) break;
-                    multiply_any<T, R>(m.up.format, batch.raw[ahead], batch.scale[ahead],
-                                       reinterpret_cast<const float4*>(d), start + ahead * kStep + lane * 16, padded / 4,
-                                       acc);
-                }
-            }
-#pragma unroll
-            for (int r = 0; r < R; ++r)
-#pragma unroll
-                for (int t = 0; t < T; ++t) {
-                    const float total = warp_sum(acc[r][t]);
-                    if (lane == r / 4 * T + t) mine[r % 4] = total;
-                }
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (first + i < m.streams) u = fused(sigmoid(mine[i]), n[i], u);
+        for (int u = 0; u < kSteps; ++u) {
+            const WholeRows<4> rows(m.up, static_cast<long long>(h) * limit + min(u * kStep + lane * 16, limit - 16), apart);
+            if constexpr (kIsQ8)
+                batch.load_step(rows, u);
+            else
+                batch.load_data_step(rows, u, 0);
         }
-        const int column = h + lane / T, t = lane % T;
-        if (lane < kColumns * T && column < m.columns && t < m.rows && base + warp < groups)
-            m.u[static_cast<long long>(t) * m.columns + column] = u / static_cast<float>(m.streams);
+        const float norm = m.norm[of_stream * m.columns + h];
+        if (!is_staged) device::wait_for_previous();
+        const float x = streams[(of_row * 4 + of_stream) * m.columns + h], inverse = m.inverses[of_row * 4 + of_stream];
+        if (!is_staged) {
+            stage_shares<T>(m, d, m.rank);
+            __syncthreads();
+            is_staged = true;
+        }
+        float acc[4][T], mine = 0.0f;
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+#pragma unroll
+            for (int t = 0; t < T; ++t) acc[r][t] = 0.0f;
+        if constexpr (kIsQ8) {
+            const int own = min(lane * 16, limit - 16);
+            multiply_q8<T, 4, 1>(batch, reinterpret_cast<const uint4*>(d.high) + own / 16,
+                                 reinterpret_cast<const uint4*>(d.low) + own / 16, d.units + own / 32, kStep, 1, acc);
+        } else {
+#pragma unroll
+            for (int u = 0; u < kSteps; ++u) {
+                if (u * kStep + lane * 16 >= limit) break;
+                const int f = u * 64 + lane * 2;
+#pragma unroll
+                for (int t = 0; t < T; ++t)
+                    multiply_bf16<4>(batch.raw[u], d.x[t * (kStep / 4) + place(f)], d.x[t * (kStep / 4) + place(f + 1)],
+                                     [&](int r) -> float& { return acc[r][t]; });
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+#pragma unroll
+            for (int t = 0; t < T; ++t) {
+                const float total = warp_sum(lane * 16 < limit ? acc[r][t] : 0.0f);
+                if (lane == t * 4 + r) mine = total;
+            }
+        const float let_through = sigmoid(mine) * (x * inverse * (1.0f + norm));
+        const float u = lanes_sum<4>(let_through) * 0.25f;
+        if (of_stream == 0 && lane >> 2 < m.rows && base + warp < m.columns) m.u[of_row * m.columns + h] = u;
     }
 }
 
-#define STRATA_MIXER(T, R, DOWN_AHEAD, COLUMNS, UP_AHEAD)                                                  \
-    extern "C" __global__ void __launch_bounds__(128) mix_down_##T(const Mixer m, int padded) {           \
+#define STRATA_MIXER(T, FORMAT, IS_Q8)                                                                    \
+    extern "C" __global__ void __launch_bounds__(512)                                                     \
+        mix_down_##FORMAT##_##T(const Mixer m, int padded, const device::Ahead ahead) {                   \
         extern __shared__ float4 room[];                                                                  \
-        mix_down<T, R, DOWN_AHEAD>(m, padded, reinterpret_cast<float*>(room));                             \
+        device::let_next_start();                                                                         \
+        device::bring(ahead);                                                                             \
+        mix_down_whole<T, IS_Q8>(m, room);                                                                \
     }                                                                                                     \
-    extern "C" __global__ void __launch_bounds__(256) mix_up_##T(const Mixer m, int padded) {             \
+    extern "C" __global__ void __launch_bounds__(640)                                                     \
+        mix_up_##FORMAT##_##T(const Mixer m, int padded, const device::Ahead ahead) {                     \
         extern __shared__ float4 room[];                                                                  \
-        mix_up<T, COLUMNS, UP_AHEAD>(m, padded, reinterpret_cast<float*>(room));                           \
+        device::let_next_start();                                                                         \
+        device::bring(ahead);                                                                             \
+        mix_up_whole<T, IS_Q8>(m, room);                                                                  \
     }
 
-STRATA_MIXER(1, 2, 4, 2, 1)
-STRATA_MIXER(2, 2, 4, 1, 1)
-STRATA_MIXER(4, 2, 2, 1, 1)
-STRATA_MIXER(8, 2, 1, 1, 1)
+STRATA_MIXER(1, q8_0, true)
+STRATA_MIXER(2, q8_0, true)
+STRATA_MIXER(4, q8_0, true)
+STRATA_MIXER(8, q8_0, true)
+STRATA_MIXER(1, bf16, false)
+STRATA_MIXER(2, bf16, false)
+STRATA_MIXER(4, bf16, false)
+STRATA_MIXER(8, bf16, false)
+
+// Any other shape and format.
+#define STRATA_ANY_MIXER(T, DOWN_AHEAD, UP_AHEAD)                                                         \
+    extern "C" __global__ void __launch_bounds__(512)                                                     \
+        mix_down_any_##T(const Mixer m, int padded, const device::Ahead ahead) {                          \
+        extern __shared__ float4 room[];                                                                  \
+        device::let_next_start();                                                                         \
+        device::bring(ahead);                                                                             \
+        mix_down<T, DOWN_AHEAD>(m, padded, room);                                                         \
+    }                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(384)                                                     \
+        mix_up_any_##T(const Mixer m, int padded, const device::Ahead ahead) {                            \
+        extern __shared__ float4 room[];                                                                  \
+        device::let_next_start();                                                                         \
+        device::bring(ahead);                                                                             \
+        mix_up<T, UP_AHEAD>(m, padded, room);                                                             \
+    }
+
+STRATA_ANY_MIXER(1, 5, 2)
+STRATA_ANY_MIXER(8, 5, 1)
 
 // x_s + c_s * y.
 extern "C" __global__ void hyper_add(const float* x, const float* c, const float* y, int rows, int streams, int columns,
