@@ -34,7 +34,6 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "a few slots": {"expert_cache": 20, "adapt_every": 0},
     "link": {"expert_cache": 20, "adapt_every": 0, "pcie_frac": 1.0},
     "half the link, slices": {"expert_cache": 20, "adapt_every": 0, "pcie_frac": 0.5, "test_complement_refuse": True},
-    "what the link brought stays": {"expert_cache": 130, "adapt_every": 4, "adapt_swaps": 2, "pcie_frac": 0.5},
     "a swap every round": {"expert_cache": 30, "resident_experts": True, "adapt_every": 1, "adapt_swaps": 2},
     "mapped": {"expert_cache": 20, "adapt_every": 0, "mmap_experts": True},
     "file": {"expert_cache": 20, "adapt_every": 0, "resident_budget_gib": 0.003},
@@ -148,9 +147,8 @@ def test_two_processes_with_cold_caches_agree(tmp_path: Path) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            check=False,
+            check=True,
             timeout=300,
         )
-        assert done.returncode == 0, (kind, done.stderr[-2000:])
         hashes.append(done.stdout.strip().splitlines()[-1])
     assert hashes[0] == hashes[1]

@@ -45,7 +45,7 @@ def transcript(runtime: Runtime, ids: list[int], rounds: int = 6) -> torch.Tenso
 
 
 def test_a_card_gives_the_cpus_logits_within_rounding(packs: dict[str, Path]) -> None:
-    """On FP32 dense weights: 8-bit ones are coded alike on both (decision 0071), but codes have borders."""
+    """On FP32 dense weights: 8-bit ones take 16-bit activations on the CPU (decision 0071) and FP32 ones on a card."""
     ids = prompt(7)
     with load(packs["exact"], kv=32) as engine:
         expected = transcript(engine._runtime, ids, 3)
@@ -75,25 +75,6 @@ def test_every_placement_gives_the_same_bits(packs: dict[str, Path]) -> None:
     first = found.pop("all in VRAM")
     for name, other in found.items():
         assert torch.equal(first, other), name
-
-
-@pytest.mark.parametrize("swaps", [0, 2])
-def test_experts_that_stay_after_the_link_change_no_bit(
-    packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, swaps: int
-) -> None:
-    """A part of the cache keeps what was read over the link: more hits, the same tokens, also between swaps."""
-    ids, found, hits = prompt(2, seed=5), [], []
-    for part in (10**6, 1):  # of the cache: none of it, all of it
-        monkeypatch.setattr("strata.experts.device_dispatch.MOST_OF_CACHE", part)
-        options = {"expert_cache": 14, "pcie_frac": 1.0, "adapt_every": min(swaps, 2), "adapt_swaps": max(1, swaps)}
-        with device_runtime(packs["default"], **options) as runtime:
-            assert runtime.rounds is not None
-            assert (runtime.rounds.dispatch.num_recent > 0) == (part == 1)
-            found.append(transcript(runtime, ids, 8))
-            hits.append(runtime.statistics().experts.hits)
-            assert bool(runtime.statistics().experts.swaps) == bool(swaps)
-    assert torch.equal(*found)
-    assert min(hits) > 0
 
 
 def test_windows_prompts_and_rejected_rows_are_the_same_bits(packs: dict[str, Path]) -> None:

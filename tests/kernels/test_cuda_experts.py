@@ -64,14 +64,13 @@ def same(
         program.launch("expert.quantise_rows", (rows,), 64, x, layout.hidden, shape.wide * 64, codes, factors, flags)
         given, kept = (codes, factors), (inner, inner_scales)
     one, other = gate_up_launch(shape), down_launch(shape)
-    nothing_stays = () if layout.format == "bf16" else (Address(0),)
     program.launch(
         f"expert.{layout.format}_gate_up", (one.blocks, number + idle), one.threads, shape, list_of_tasks, pick_rows,
-        *given, *kept, flags, num_tasks if idle else Address(0), *nothing_stays, shared=one.shared,
+        *given, *kept, flags, num_tasks if idle else Address(0), shared=one.shared,
     )  # fmt: skip
     program.launch(
         f"expert.{layout.format}_down", (other.blocks, number + idle), other.threads, shape, list_of_tasks, pick_rows,
-        slots, *kept, out, flags, num_tasks if idle else Address(0), *nothing_stays, shared=other.shared,
+        slots, *kept, out, flags, num_tasks if idle else Address(0), shared=other.shared,
     )  # fmt: skip
     machine.prepare(program.take()).run()
     machine.synchronize()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from strata.errors import EngineError
 from strata.experts.policy import split_pinned
 from strata.kernels.cpu.conductor import Conductor, RamTables
 from strata.kernels.cpu.experts import ExpertKernel, group_picks
-from strata.kernels.cuda.expert_step import ExpertStep, ExpertTables, RecentSlots, RoundMemory
+from strata.kernels.cuda.expert_step import ExpertStep, ExpertTables, RoundMemory
 from strata.kernels.cuda.mailbox import Mailbox
 from strata.kernels.cuda.ops import CudaOps
 from strata.kernels.cuda.program import MAX_WINDOW, Program, RoundInputs
@@ -166,51 +166,6 @@ def test_every_split_gives_the_same_bits(format: ExpertFormat, where: str) -> No
         finally:
             made.conductor.close()
             made.mailbox.close()
-
-
-@pytest.mark.parametrize("format", ["nvfp4", "q8_0"])
-@pytest.mark.parametrize("num_recent", [1, 2, 4])
-def test_what_is_read_over_the_link_stays_in_turn(format: ExpertFormat, num_recent: int) -> None:
-    """Against a model in Python: a slot is taken in turn unless this row picks its expert; every round gives the CPU's
-    bits, whatever is where; what was kept is a hit in the next round."""
-    made = make(format, 1.0, balance=False)
-    stride = made.layout.blob_bytes
-    room = torch.full((LAYERS * num_recent * stride + 256,), 0xA7, dtype=torch.uint8)
-    start = room.data_ptr() + -room.data_ptr() % 256
-    slots = torch.tensor([start + i * stride for i in range(LAYERS * num_recent)]).view(LAYERS, num_recent)
-    made.tables = replace(made.tables, recent=RecentSlots.on(torch.device("cpu"), slots))
-    try:
-        made.place("vpppcpppppvp"[: LAYERS * EXPERTS])
-        home = made.tables.where.clone()
-        owner, turn = [[-1] * num_recent for _ in range(LAYERS)], [0] * LAYERS
-        for seed in range(12):
-            x, ids, weights = inputs(1, seed)
-            before = int(made.mailbox.box.hits)
-            same(made.run(x, ids, weights), expected(made, x, ids, weights))
-            hits = 0
-            for layer in range(LAYERS):
-                picks = ids[layer][0].tolist()
-                flat = [layer * EXPERTS + e for e in picks]
-                hits += sum(int(home.view(-1)[f]) != 0 or e in owner[layer] for e, f in zip(picks, flat, strict=True))
-                wanted = sorted(
-                    e for e, f in zip(picks, flat, strict=True)
-                    if int(home.view(-1)[f]) == 0 and int(made.tables.alias.view(-1)[f]) != 0 and e not in owner[layer]
-                )  # fmt: skip
-                turns = [(turn[layer] + i) % num_recent for i in range(num_recent)]
-                free = [slot for slot in turns if owner[layer][slot] not in picks]
-                for expert, slot in zip(wanted, free, strict=False):
-                    owner[layer][slot] = expert
-                    turn[layer] = (slot + 1) % num_recent
-                where = made.tables.where[layer].tolist()
-                for expert in range(EXPERTS):
-                    kept = [int(slots[layer, s]) for s in range(num_recent) if owner[layer][s] == expert]
-                    assert where[expert] == (int(home[layer, expert]) or (kept[0] if kept else 0))
-            assert int(made.mailbox.box.hits) - before == hits
-        assert made.tables.recent is not None
-        assert made.tables.recent.owner.tolist() == owner
-    finally:
-        made.conductor.close()
-        made.mailbox.close()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])

@@ -9,7 +9,6 @@ not know a model, and decides nothing about who is where.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,14 +19,11 @@ from strata.experts.source import ExpertSource
 from strata.experts.store import ExpertStore
 from strata.experts.tiers import Tier
 from strata.kernels.cpu.conductor import Conductor, FileTables, RamTables
-from strata.kernels.cuda.expert_step import MOST_RECENT, ExpertTables, RecentSlots
+from strata.kernels.cuda.expert_step import ExpertTables
 from strata.kernels.cuda.mailbox import Box
 from strata.quant.layout import ExpertLayout
 
 __all__ = ["DeviceDispatch"]
-
-RECENT_SLOTS = 6  # of a layer, so that a row's misses of some rows back are still there
-MOST_OF_CACHE = 8  # a part of the cache that they take at most
 
 
 class DeviceDispatch:
@@ -51,10 +47,7 @@ class DeviceDispatch:
         experts that are in the file alone."""
         self._store = store
         self._version = -1
-        recent = _take_recent(store, layout) if pcie_fraction > 0 else None
-        tables = ExpertTables.on(device, torch.from_numpy(source.scales), pcie_fraction, balance=pcie_balance)
-        self.tables = tables if recent is None else replace(tables, recent=RecentSlots.on(device, recent))
-        self.num_recent = 0 if recent is None else recent.numel()
+        self.tables = ExpertTables.on(device, torch.from_numpy(source.scales), pcie_fraction, balance=pcie_balance)
         nowhere = (store.slots.slot_of < 0) & (store.host_address == 0)  # swaps keep these where they are
         in_file = store.base_tier is Tier.FILE and bool(nowhere.any())
         checksums = source.checksums() if store.base_tier is Tier.MAPPED or in_file else None
@@ -84,15 +77,7 @@ class DeviceDispatch:
         found = store.find(np.arange(len(store.host_tier), dtype=np.int64))
         where = np.where(found.tier == Tier.VRAM, found.address, np.uint64(0)).view(np.int64)
         shape = self.tables.where.shape
-        where = where.reshape(shape)
-        recent = self.tables.recent
-        if recent is not None:  # what the device keeps by itself stays where it is
-            owner = recent.owner.cpu().numpy()
-            layer, place = np.nonzero(owner >= 0)
-            kept = owner[layer, place]
-            nowhere = where[layer, kept] == 0
-            where[layer[nowhere], kept[nowhere]] = recent.slot.cpu().numpy()[layer, place][nowhere]
-        self.tables.where.copy_(torch.from_numpy(where))
+        self.tables.where.copy_(torch.from_numpy(where.reshape(shape)))
         self.tables.alias.copy_(torch.from_numpy(store.alias.view(np.int64).reshape(shape)))
         return True
 
@@ -114,21 +99,3 @@ class DeviceDispatch:
 
     def close(self) -> None:
         self._conductor.close()
-
-
-def _take_recent(store: ExpertStore, layout: ExpertLayout) -> torch.Tensor | None:
-    """int64 [layers, slots]: addresses of slots for what rounds read over the link, out of the cache's coldest, whose
-    experts are then RAM's; None where the cache is too small, RAM has not all of them, or the format is not kept."""
-    slots, layers = store.slots, store.num_layers
-    owned = np.flatnonzero(slots.owner >= 0)
-    each = min(RECENT_SLOTS, MOST_RECENT, len(owned) // (MOST_OF_CACHE * layers))
-    if each == 0 or layout.format == "bf16" or len(owned) == len(slots.slot_of):
-        return None
-    taken = owned[len(owned) - each * layers :]  # slots are filled from the hottest on
-    if (store.host_address[slots.owner[taken]] == 0).any():
-        return None
-    for slot in taken:
-        slots.evict(int(slot))
-    store.version += 1
-    addresses = [slots.slot_address(int(slot)) for slot in taken]
-    return torch.tensor(addresses, dtype=torch.int64).view(layers, each)

@@ -89,31 +89,6 @@ __device__ __forceinline__ Work down_work(const Shape& shape, const Task& task) 
             static_cast<int>(blockDim.x >> 5)};
 }
 
-// The block's bytes of an expert that is to stay in the slot at `keep` (0: it is not), which is where they are read then:
-// over the link they come once.
-template <class Format>
-__device__ __forceinline__ void keep_weights(const Work& work, Task& task, unsigned long long keep) {
-    if (keep == 0) return;
-    constexpr int kBatch = 8;
-    const long long offset = work.weights - reinterpret_cast<const unsigned char*>(task.blob);
-    const int groups = min(work.pairs * 2, work.groups), step = blockDim.x;
-    const int pieces = groups * work.superblocks * (Format::kBytes / 16);
-    const auto* from = reinterpret_cast<const uint4*>(work.weights);
-    auto* to = reinterpret_cast<uint4*>(keep + offset);
-    for (int first = threadIdx.x; first < pieces; first += kBatch * step) {
-        uint4 batch[kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i)
-            if (first + i * step < pieces) batch[i] = device::load_once(from + first + i * step);
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i)
-            if (first + i * step < pieces) to[first + i * step] = batch[i];
-    }
-    __threadfence();  // what the block reads next is past the first-level cache
-    __syncthreads();
-    task.blob = keep;
-}
-
 template <class Format, int R>
 __device__ __forceinline__ void gate_up_rows(const Shape& shape, const Task& task, const Work& work,
                                              Pipe<Format>& pipe, const Room& room, int first, int rows,
@@ -134,14 +109,12 @@ __device__ __forceinline__ void gate_up_rows(const Shape& shape, const Task& tas
 template <class Format>
 __device__ __forceinline__ void gate_up(const Shape& shape, const Task* tasks, const int* row_of, const signed char* x,
                                         const float* x_scales, signed char* inner, float* inner_scales,
-                                        unsigned char* flags, const int* num_tasks,
-                                        const unsigned long long* keeps) {
+                                        unsigned char* flags, const int* num_tasks) {
     extern __shared__ uint4 memory[];
     Task task;
     device::wait_for_previous();
     device::let_next_start();  // not before: down reads the tasks when it starts
     if (!read_task(tasks, num_tasks, task)) return;
-    if (keeps != nullptr) keep_weights<Format>(gate_up_work<Format>(shape, task), task, keeps[blockIdx.y]);
     const Work work = gate_up_work<Format>(shape, task);
     const Room room(memory, shape.wide);
     Pipe<Format> pipe(work);
@@ -190,8 +163,7 @@ __device__ __forceinline__ void write_down(const Shape& shape, const Task& task,
 template <class Format>
 __device__ __forceinline__ void down(const Shape& shape, const Task* tasks, const int* row_of, const int* slots,
                                      const signed char* inner, const float* inner_scales, float* out,
-                                     unsigned char* flags, const int* num_tasks,
-                                     const unsigned long long* keeps) {
+                                     unsigned char* flags, const int* num_tasks) {
     extern __shared__ uint4 memory[];
     __shared__ int slot_of[kRows];
     Task task;
@@ -200,9 +172,6 @@ __device__ __forceinline__ void down(const Shape& shape, const Task* tasks, cons
         device::wait_for_previous();
         return;
     }
-    if (keeps != nullptr)
-        keep_weights<Format>(down_work<Format>(shape, task), task,
-                             *(static_cast<const volatile unsigned long long*>(keeps) + blockIdx.y));
     const Work work = down_work<Format>(shape, task);
     const Room room(memory, shape.narrow);
     Pipe<Format> pipe(work);
@@ -234,20 +203,17 @@ __device__ __forceinline__ void down(const Shape& shape, const Task* tasks, cons
 
 // Grid: experts.py, `gate_up_launch` and `down_launch`; y is the task. `inner` and `inner_scales` are zero where the
 // intermediate width is padded (the caller clears them once). `num_tasks`, if not null, holds how many of the grid's
-// tasks there are; memory of the others may hold anything. `keeps`, if not null: of each task the slot that its expert is
-// to stay in, or 0.
+// tasks there are; memory of the others may hold anything.
 #define STRATA_EXPERT_KERNELS(NAME, FORMAT)                                                                           \
     extern "C" __global__ void __launch_bounds__(320, 2)                                                              \
         NAME##_gate_up(Shape shape, const Task* tasks, const int* rows, const signed char* x, const float* x_scales,  \
-                       signed char* inner, float* inner_scales, unsigned char* flags, const int* num_tasks,           \
-                       const unsigned long long* keeps) {                                                             \
-        gate_up<FORMAT>(shape, tasks, rows, x, x_scales, inner, inner_scales, flags, num_tasks, keeps);               \
+                       signed char* inner, float* inner_scales, unsigned char* flags, const int* num_tasks) {         \
+        gate_up<FORMAT>(shape, tasks, rows, x, x_scales, inner, inner_scales, flags, num_tasks);                      \
     }                                                                                                                 \
     extern "C" __global__ void __launch_bounds__(320, 2)                                                              \
         NAME##_down(Shape shape, const Task* tasks, const int* rows, const int* slots, const signed char* inner,      \
-                    const float* inner_scales, float* out, unsigned char* flags, const int* num_tasks,                \
-                    const unsigned long long* keeps) {                                                                \
-        down<FORMAT>(shape, tasks, rows, slots, inner, inner_scales, out, flags, num_tasks, keeps);                   \
+                    const float* inner_scales, float* out, unsigned char* flags, const int* num_tasks) {              \
+        down<FORMAT>(shape, tasks, rows, slots, inner, inner_scales, out, flags, num_tasks);                          \
     }
 
 STRATA_EXPERT_KERNELS(nvfp4, Nvfp4)

@@ -17,10 +17,10 @@ from strata.errors import EngineError
 from strata.kernels.cuda.experts import down_launch, gate_up_launch, shape_of
 from strata.kernels.cuda.mailbox import Mailbox
 from strata.kernels.cuda.ops import CudaOps
-from strata.kernels.cuda.program import MAX_WINDOW, Address
+from strata.kernels.cuda.program import MAX_WINDOW
 from strata.quant.layout import ExpertLayout
 
-__all__ = ["MOST_RECENT", "ExpertStep", "ExpertTables", "RecentSlots", "RoundMemory"]
+__all__ = ["ExpertStep", "ExpertTables", "RoundMemory"]
 
 _COMBINE_THREADS = 64
 _IDLE_BYTES = 16 << 20  # of later weights that the last launch brings if it waits for the CPU
@@ -41,16 +41,11 @@ class _PostShape(ctypes.Structure):
 
 
 class _PostTables(ctypes.Structure):
-    _fields_ = (
-        *((n, ctypes.c_uint64) for n in ("where", "alias", "scales", "counts")),
-        *((n, ctypes.c_uint64) for n in ("recent_owner", "recent_next", "recent_slot")),
-        ("num_recent", ctypes.c_int),
-        ("unused", ctypes.c_int),
-    )
+    _fields_ = tuple((n, ctypes.c_uint64) for n in ("where", "alias", "scales", "counts"))
 
 
 class _PostList(ctypes.Structure):
-    _fields_ = tuple((n, ctypes.c_uint64) for n in ("tasks", "rows", "slots", "num_tasks", "by_cpu", "keeps"))
+    _fields_ = tuple((n, ctypes.c_uint64) for n in ("tasks", "rows", "slots", "num_tasks", "by_cpu"))
 
 
 class _PostMail(ctypes.Structure):
@@ -68,26 +63,6 @@ class _CombineShape(ctypes.Structure):
     _fields_ = tuple((n, ctypes.c_int) for n in ("hidden", "top_k", "layer", "exchange"))
 
 
-MOST_RECENT = 16  # slots of a layer
-
-
-@dataclass(frozen=True, eq=False)
-class RecentSlots:
-    """Slots of a layer in which the GPU keeps what it has read over the link for a round of one row, in turn, because a
-    row often picks what the row before did. In device memory: ``slot`` int64 [L, R], their addresses, R at most
-    ``MOST_RECENT``; ``owner`` int32 [L, R], the expert that is in each, or -1; ``next`` int32 [L], whose turn it is."""
-
-    slot: torch.Tensor
-    owner: torch.Tensor
-    next: torch.Tensor
-
-    @classmethod
-    def on(cls, device: torch.device, slots: torch.Tensor) -> RecentSlots:
-        """``slots`` int64 [L, R], empty."""
-        owner = torch.full(slots.shape, -1, dtype=torch.int32, device=device)
-        return cls(slots.to(device), owner, torch.zeros(slots.shape[0], dtype=torch.int32, device=device))
-
-
 @dataclass(frozen=True, eq=False)
 class ExpertTables:
     """In device memory, of all experts: ``where`` int64 [L, E], an address in device memory or 0; ``alias`` int64
@@ -101,7 +76,6 @@ class ExpertTables:
     counts: torch.Tensor
     fraction: float = 0.0
     balance: bool = True
-    recent: RecentSlots | None = None
 
     @classmethod
     def on(cls, device: torch.device, scales: torch.Tensor, fraction: float, *, balance: bool) -> ExpertTables:
@@ -128,15 +102,6 @@ class RoundMemory:
             torch.zeros(STATE_WORDS, dtype=torch.int32, device=device),
             torch.zeros(MAX_WINDOW, dtype=torch.uint8, device=device),
         )
-
-
-def _tables_of(tables: ExpertTables) -> _PostTables:
-    found = _PostTables(*(t.data_ptr() for t in (tables.where, tables.alias, tables.scales, tables.counts)))
-    recent = tables.recent
-    if recent is not None:
-        found.recent_owner, found.recent_next = recent.owner.data_ptr(), recent.next.data_ptr()
-        found.recent_slot, found.num_recent = recent.slot.data_ptr(), int(recent.slot.shape[1])
-    return found
 
 
 class ExpertStep:
@@ -170,7 +135,6 @@ class ExpertStep:
         self._pick_slots = program.empty(picks, dtype=torch.int32)
         self._num_tasks = program.zeros(4, dtype=torch.int32)
         self._by_cpu = program.zeros(picks, dtype=torch.uint8)
-        self._keeps = program.zeros(picks, dtype=torch.int64)
 
     def __call__(self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """Appends four launches; y_TH. A router that was put off, and the product that waits with it, are done in the
@@ -216,11 +180,9 @@ class ExpertStep:
                 layout.hidden, self._shape.wide * 64, self._rows, self._top_k, layer, exchange, self._num_experts,
                 int(tables.balance), tables.fraction,
             ),
-            _tables_of(tables),
+            _PostTables(*(t.data_ptr() for t in (tables.where, tables.alias, tables.scales, tables.counts))),
             _PostList(
-                *(t.data_ptr() for t in (
-                    self._tasks, self._pick_rows, self._pick_slots, self._num_tasks, self._by_cpu, self._keeps,
-                ))
+                *(t.data_ptr() for t in (self._tasks, self._pick_rows, self._pick_slots, self._num_tasks, self._by_cpu))
             ),
             _PostMail(*(mail.device(name) for name in ("box", "x", "tasks", "rows", "slots"))),
             router, memory.state, x_TH, self._codes, self._scales, memory.flags, part.activations, part.matrices,
@@ -233,19 +195,15 @@ class ExpertStep:
         if layout.format == "bf16":
             rows: tuple[torch.Tensor, ...] = (x_TH,)
             inner: tuple[torch.Tensor, ...] = (self._inner,)
-            keeps: tuple[Address, ...] = ()  # these kernels keep nothing
         else:
             rows, inner = (self._codes, self._scales), (self._inner, self._inner_scales)
-            keeps = (Address(self._keeps.data_ptr() if self._tables.recent is not None else 0),)
         one, other = gate_up_launch(shape), down_launch(shape)
         self._program.launch(
             f"expert.{layout.format}_gate_up", (one.blocks, picks), one.threads,
-            shape, self._tasks, self._pick_rows, *rows, *inner, flags, self._num_tasks, *keeps,
-            shared=one.shared,
+            shape, self._tasks, self._pick_rows, *rows, *inner, flags, self._num_tasks, shared=one.shared,
         )  # fmt: skip
         self._program.launch(
             f"expert.{layout.format}_down", (other.blocks, picks), other.threads,
             shape, self._tasks, self._pick_rows, self._pick_slots, *inner, self._parts, flags, self._num_tasks,
-            *keeps,
             shared=other.shared,
         )  # fmt: skip

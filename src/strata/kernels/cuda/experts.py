@@ -116,10 +116,10 @@ class CudaExpertKernel:
         """
         shape = self._shape
         one, other = gate_up_launch(shape), down_launch(shape)
-        values: tuple[Any, ...] = (shape, tasks, rows, codes, scales, inner, inner_scales, flags, 0, 0)
-        types = (None, *_types("ppppppppp"))
+        values = (shape, tasks, rows, codes, scales, inner, inner_scales, flags, 0)
+        types = (None, *_types("pppppppp"))
         self._launch("gate_up", (one.blocks, num_tasks), one.threads, one.shared, (values, types), stream)
-        values = (shape, tasks, rows, slots, inner, inner_scales, out, flags, 0, 0)
+        values = (shape, tasks, rows, slots, inner, inner_scales, out, flags, 0)
         self._launch("down", (other.blocks, num_tasks), other.threads, other.shared, (values, types), stream)
 
     def combine(self, parts: int, weights: int, rows: int, k: int, y: int, flags: int, stream: int = 0) -> None:

@@ -38,15 +38,10 @@ struct PostShape {
 
 // Where the parts of a post lie. `where` [L*E]: the address of an expert in a slot, or 0. `alias` [L*E]: the device's
 // address of its page-locked copy, or 0. `counts` [L*E]: rows that picked it are added.
-// Of slots that keep what was read over the link: `recent_owner`, `recent_slot` [L*R], `recent_next` [L].
 struct PostTables {
-    unsigned long long* where;
-    const unsigned long long* alias;
+    const unsigned long long *where, *alias;
     const float* scales;
     unsigned* counts;
-    int *recent_owner, *recent_next;
-    const unsigned long long* recent_slot;
-    int num_recent, unused;
 };
 
 // The GPU's own list, in device memory. `num_tasks` [4]: its tasks, those of them in slots, the CPU's tasks and picks.
@@ -55,7 +50,6 @@ struct PostList {
     Task* tasks;
     int *rows, *slots, *num_tasks;
     unsigned char* by_cpu;
-    unsigned long long* keeps;  // of each of its tasks: the slot that the expert is to stay in, or 0
 };
 
 struct PostMail {
@@ -129,7 +123,6 @@ __device__ void list_pick(const PostShape& shape, const PostTables& tables, cons
             made.count = same;
             made.row = p / shape.top_k;
             list.tasks[task] = made;
-            list.keeps[task] = 0;
         }
     }
 }
@@ -211,39 +204,6 @@ __device__ __forceinline__ int class_of_pick(const PostShape& shape, const PostT
     return where != 0 ? kHit : alias != 0 && shape.fraction > 0.0f ? kAlias : kCpu;
 }
 
-// The slot that the expert of an alias task is to stay in, or 0; `order`: its number among them, -1 in other lanes. Slots
-// are taken in turn, but none whose expert this row picks: it may be read by this very launch. By warp 0.
-__device__ unsigned long long keep_recent(const PostShape& shape, const PostTables& tables, int expert, int order,
-                                          int num_aliases) {
-    const unsigned all = strata::rows::kAll;
-    const int lane = threadIdx.x & 31, count = tables.num_recent;
-    const long long first = static_cast<long long>(shape.layer) * count;
-    const int next = tables.recent_next[shape.layer], slot = lane < count ? (next + lane) % count : 0;
-    const int owner = lane < count ? tables.recent_owner[first + slot] : -1;
-    bool is_free = lane < count;
-    for (int q = 0; q < shape.top_k; ++q) {
-        const int other = __shfl_sync(all, expert, q);
-        if (other == owner) is_free = false;
-    }
-    const unsigned free = __ballot_sync(all, is_free);
-    int own = -1, last = -1, seen = 0;  // places in turn
-    for (int place = 0; place < count; ++place) {
-        if ((free >> place & 1u) == 0) continue;
-        if (seen == order) own = place;
-        if (seen < num_aliases) last = place;
-        ++seen;
-    }
-    const int to = __shfl_sync(all, slot, own < 0 ? 0 : own), before = __shfl_sync(all, owner, own < 0 ? 0 : own);
-    if (lane == 0 && last >= 0) tables.recent_next[shape.layer] = (next + last + 1) % count;
-    if (own < 0) return 0;
-    const unsigned long long address = tables.recent_slot[first + to];
-    unsigned long long* where = tables.where + static_cast<long long>(shape.layer) * shape.num_experts;
-    if (before >= 0 && where[before] == address) where[before] = 0;  // the host may have put it elsewhere since
-    where[expert] = address;
-    tables.recent_owner[first + to] = expert;
-    return address;
-}
-
 // Sorts the picks of one row, which are experts of their own, by warp 0: lane p has pick p. What split_picks does, without
 // a barrier. Returns the CPU's tasks.
 __device__ int split_row(const PostShape& shape, const PostTables& tables, const PostList& list, const PostMail& mail,
@@ -272,9 +232,6 @@ __device__ int split_row(const PostShape& shape, const PostTables& tables, const
         const int other = __shfl_sync(all, expert, q);
         before += (same >> q & 1u) != 0 && other < expert;
     }
-    unsigned long long keep = 0;
-    if (tables.num_recent > 0 && aliases != 0)
-        keep = keep_recent(shape, tables, expert, chosen == kAlias ? before : -1, __popc(aliases));
     if (is_pick) {
         const bool cpu = chosen == kCpu;
         list.by_cpu[p] = cpu;
@@ -285,7 +242,6 @@ __device__ int split_row(const PostShape& shape, const PostTables& tables, const
             mail.tasks[before] = {expert, before, 1};
         else
             list.tasks[before] = {chosen == kHit ? where : alias, {scales[0], scales[1], scales[2]}, before, 1, 0};
-        if (!cpu) list.keeps[before] = keep;
     }
     const int num_hits = __popc(hits), num_aliases = __popc(aliases), num_cpu = __popc(cpus);
     if (p == 0) {
