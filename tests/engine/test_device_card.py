@@ -125,13 +125,16 @@ def test_bits_per_byte_are_the_cpus_within_half_a_percent() -> None:
 
 
 def test_two_processes_with_cold_caches_agree(tmp_path: Path) -> None:
-    """Kernels compiled anew in each, and another stream that loads the card meanwhile in the second."""
+    """Kernels compiled anew in each, and another stream that loads the card meanwhile in the second. It waits for its
+    own stream alone: waiting for the whole card is not allowed in a process while a round is recorded."""
     program = (
         "import hashlib, sys, threading, torch\n"
         "from tests.engine.test_device_card import prompt, small, transcript\n"
         "def load():\n"
-        "    x = torch.randn(4096, 4096, device='cuda')\n"
-        "    while not ended.is_set(): x = torch.nn.functional.normalize(x @ x); torch.cuda.synchronize()\n"
+        "    own = torch.cuda.Stream()\n"
+        "    with torch.cuda.stream(own):\n"
+        "        x = torch.randn(4096, 4096, device='cuda')\n"
+        "        while not ended.is_set(): x = torch.nn.functional.normalize(x @ x); own.synchronize()\n"
         "ended = threading.Event()\n"
         "if sys.argv[1] == 'busy': threading.Thread(target=load, daemon=True).start()\n"
         "with small('cuda', expert_cache=20, adapt_every=0, pcie_frac=0.5) as runtime:\n"
@@ -147,8 +150,9 @@ def test_two_processes_with_cold_caches_agree(tmp_path: Path) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            check=True,
+            check=False,
             timeout=300,
         )
+        assert done.returncode == 0, (kind, done.stderr[-2000:])
         hashes.append(done.stdout.strip().splitlines()[-1])
     assert hashes[0] == hashes[1]

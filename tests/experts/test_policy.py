@@ -6,7 +6,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.experts.policy import Swap, choose_swaps, decay_counts, rank_experts, split_pinned
+from strata.experts.policy import (
+    HYSTERESIS_PICKS,
+    HYSTERESIS_RATIO,
+    Swap,
+    choose_swaps,
+    decay_counts,
+    rank_experts,
+    split_pinned,
+)
 
 
 def test_equal_heat_fills_all_layers_evenly() -> None:
@@ -98,3 +106,28 @@ def test_a_fixed_share_of_the_link_is_of_the_page_locked_misses_alone() -> None:
     assert split_pinned(6, 4, 0.0, balance=False) == 0
     assert split_pinned(6, 4, 1.0, balance=False) == 6
     assert split_pinned(0, 4, 1.0, balance=False) == 0
+
+
+@given(
+    layers=st.integers(1, 5), experts=st.integers(1, 18), most=st.integers(0, 24), drafts=st.integers(0, 2),
+    levels=st.integers(1, 30), seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_swaps_are_those_of_sorting_every_row(
+    layers: int, experts: int, most: int, drafts: int, levels: int, seed: int
+) -> None:
+    """The definition, with all rows sorted whole; ties are common."""
+    random = np.random.default_rng(seed)
+    heat = random.integers(0, levels, (layers, experts)).astype(np.float64)
+    inside = random.random((layers, experts)) < random.random()
+    wanted = []
+    for layer in range(layers):
+        here = range(layer * experts, (layer + 1) * experts)
+        flat, owned = heat.reshape(-1), inside.reshape(-1)
+        coldest = sorted((e for e in here if owned[e]), key=lambda e: flat[e])[:most]
+        hottest = sorted((e for e in here if not owned[e]), key=lambda e: -flat[e])[:most]
+        for victim, promoted in zip(coldest, hottest, strict=False):
+            gain = flat[promoted] - flat[victim]
+            if flat[promoted] < flat[victim] * HYSTERESIS_RATIO or gain < HYSTERESIS_PICKS:
+                break
+            wanted.append((layer >= layers - drafts, -gain, layer, Swap(promoted, victim)))
+    assert choose_swaps(heat, inside, most, drafts) == [swap for *_, swap in sorted(wanted)[:most]]

@@ -47,6 +47,7 @@ class DeviceDispatch:
         experts that are in the file alone."""
         self._store = store
         self._version = -1
+        self._alias: NDArray[np.int64] | None = None  # as the device has it
         self.tables = ExpertTables.on(device, torch.from_numpy(source.scales), pcie_fraction, balance=pcie_balance)
         nowhere = (store.slots.slot_of < 0) & (store.host_address == 0)  # swaps keep these where they are
         in_file = store.base_tier is Tier.FILE and bool(nowhere.any())
@@ -74,11 +75,14 @@ class DeviceDispatch:
         if store.version == self._version:
             return False
         self._version = store.version
-        found = store.find(np.arange(len(store.host_tier), dtype=np.int64))
-        where = np.where(found.tier == Tier.VRAM, found.address, np.uint64(0)).view(np.int64)
-        shape = self.tables.where.shape
-        self.tables.where.copy_(torch.from_numpy(where.reshape(shape)))
-        self.tables.alias.copy_(torch.from_numpy(store.alias.view(np.int64).reshape(shape)))
+        experts, addresses = store.slots.valid()  # a few thousand: rounds wait for this
+        where = np.zeros(self.tables.where.shape, np.int64)
+        where.reshape(-1)[experts] = addresses.view(np.int64)
+        self.tables.where.copy_(torch.from_numpy(where))
+        alias = store.alias.view(np.int64).reshape(where.shape)
+        if self._alias is None or not np.array_equal(self._alias, alias):
+            self._alias = alias.copy()
+            self.tables.alias.copy_(torch.from_numpy(self._alias))
         return True
 
     def take_picks(self) -> NDArray[np.int64]:

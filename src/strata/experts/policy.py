@@ -7,6 +7,7 @@ placements on every machine. It must not copy or own anything.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -52,17 +53,27 @@ def choose_swaps(heat: Heat, in_vram: NDArray[np.bool_], max_swaps: int, draft_l
     num_experts = heat.shape[1]
     inside = np.where(in_vram, heat, np.inf)
     outside = np.where(in_vram, -np.inf, heat)
+    coldest_of, hottest_of = _lowest(inside, max_swaps), _lowest(-outside, max_swaps)
     for layer in range(heat.shape[0]):
-        depth = min(max_swaps, int(in_vram[layer].sum()), int((~in_vram[layer]).sum()))
-        coldest = np.argsort(inside[layer], kind="stable")[:depth]
-        hottest = np.argsort(-outside[layer], kind="stable")[:depth]
-        for cold, hot in zip(coldest.tolist(), hottest.tolist(), strict=True):
+        for cold, hot in zip(coldest_of[layer], hottest_of[layer], strict=False):  # as many as both have
             gain = float(outside[layer, hot] - inside[layer, cold])
             if outside[layer, hot] < inside[layer, cold] * HYSTERESIS_RATIO or gain < HYSTERESIS_PICKS:
                 break
             is_draft = layer >= heat.shape[0] - draft_layers
             found.append((is_draft, -gain, layer, Swap(layer * num_experts + hot, layer * num_experts + cold)))
     return [swap for *_, swap in sorted(found)[:max_swaps]]
+
+
+def _lowest(values: Heat, count: int) -> list[list[int]]:
+    """Of each row the columns of its ``count`` lowest values, rising; ties: the lower column. Infinite ones are left
+    out. A conversation waits for this between two rounds: no row is sorted whole."""
+    count = min(count, values.shape[1])
+    bound = np.partition(values, count - 1, axis=1)[:, count - 1 : count]
+    row, column = np.nonzero((values <= bound) & np.isfinite(values))
+    order = np.lexsort((column, values[row, column], row))
+    row, column = row[order], column[order]
+    starts = np.searchsorted(row, np.arange(len(values) + 1))
+    return [column[start : min(stop, start + count)].tolist() for start, stop in pairwise(starts.tolist())]
 
 
 def split_pinned(num_pinned: int, num_cpu: int, fraction: float, *, balance: bool = True) -> int:

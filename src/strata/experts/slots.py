@@ -57,6 +57,14 @@ class SlotCache:
         assert self.owner[slot] == NOBODY, "an owned slot is evicted first"
         self.generation[slot] += 1
 
+    def valid(self) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+        """(experts, addresses of their slots) of every slot that ``find`` would call a hit."""
+        slots = np.flatnonzero(self.owner != NOBODY)
+        experts = self.owner[slots]
+        good = (self.slot_of[experts] == slots) & (self.stamp_of[experts] == self.generation[slots])
+        addresses = np.uint64(self.address) + slots[good].astype(np.uint64) * np.uint64(self.stride)
+        return experts[good], addresses
+
     def find(self, experts: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int32], int]:
         """(hit, slot, stale memories) of each expert: a hit only where slot and generation both still match."""
         slots = self.slot_of[experts]
