@@ -50,7 +50,7 @@ ENVIRONMENT_PREFIX = "STRATA_"
 OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
     {
         "STRATA_HOME": "Folder of models, compiled kernels, profiles, calibration, logs and config.toml.",
-        "STRATA_ISA": "Instruction set that the native library uses in place of the best one: scalar, avx2, ...",
+        "STRATA_ISA": "Instruction set of the native library, not the best one: scalar, avx2, avxvnni, avx512.",
         "STRATA_TESTS_REQUIRE": "Hardware marker whose tests must run; set by make test-gpu and make test-cpu512.",
     }
 )

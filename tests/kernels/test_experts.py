@@ -15,14 +15,21 @@ from strata.quant import ExpertFormat, ExpertLayout, QuantisedMatrix, quantise
 from tests.kernels import expert_mirror as mirror
 
 FORMATS: tuple[ExpertFormat, ...] = ("nvfp4", "q8_0", "bf16")
-# 'vector' is every vector level of this processor but AVX-512, which has its own mark.
-LEVELS = ("scalar", "vector", pytest.param("avx512", marks=pytest.mark.avx512))
+# 'vector' is every vector level of this processor but AVX-512, which has its own mark. Processors with AVX-512 have
+# levels below it that others lack (AVX-VNNI), so the tests of that mark run those and the tests of all levels as well.
+LEVELS = (
+    "scalar",
+    "vector",
+    pytest.param("avx512", marks=pytest.mark.avx512),
+    pytest.param("below avx512", marks=pytest.mark.avx512),
+)
+PROCESSORS = ("any", pytest.param("with avx512", marks=pytest.mark.avx512))
 
 Expert = tuple[QuantisedMatrix, QuantisedMatrix, QuantisedMatrix]
 
 
 def levels_of(name: str) -> list[str]:
-    if name != "vector":
+    if name not in ("vector", "below avx512"):
         return [name]
     return [level for level in library.available_isa_levels() if level not in ("scalar", "avx512")]
 
@@ -236,7 +243,9 @@ def test_rows_that_are_not_finite_are_flagged_and_touch_nobody(format: ExpertFor
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_threads_levels_and_splits_change_no_bit(format: ExpertFormat) -> None:
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_threads_levels_and_splits_change_no_bit(format: ExpertFormat, processor: str) -> None:
+    assert processor == "any" or "avx512" in library.available_isa_levels()
     packed = make(320, 160, format, experts=6)
     x = rows_of(7, 320)
     ids = np.stack([np.random.default_rng(t).permutation(6)[:4] for t in range(7)]).astype(np.int32)
@@ -292,7 +301,9 @@ def test_the_callers_floating_point_mode_neither_enters_nor_leaves() -> None:
 
 
 @pytest.mark.parametrize("picks", [1, 3, 8, 10])
-def test_combine_sums_in_router_order_by_fused_multiply_add(picks: int) -> None:
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_combine_sums_in_router_order_by_fused_multiply_add(picks: int, processor: str) -> None:
+    assert processor == "any" or "avx512" in library.available_isa_levels()
     kernel = ExpertKernel(ExpertLayout(200, 64, "nvfp4"))
     parts, weights = rows_of(5 * picks, 200).view(5, picks, 200), rows_of(5, picks, 9)
     expected = mirror.combine(parts.numpy(), weights.numpy()).view(np.int32)

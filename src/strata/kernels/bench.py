@@ -128,7 +128,7 @@ def bench_kernels(
     Raises ``ConfigError`` if the experts do not fit in the RAM that is free.
     """
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
-    if gib <= 0 or repeats < 1 or not rows or min(rows) < 1:
+    if not gib > 0 or repeats < 1 or not rows or min(rows) < 1:
         raise ConfigError(f"{gib} GiB, {repeats} repeats, rows {list(rows)}", "each must be above zero")
     if gib > free * 0.9:
         raise ConfigError(f"{gib:.1f} GiB of experts asked, {free:.1f} GiB of RAM are free", "pass a smaller --gib")

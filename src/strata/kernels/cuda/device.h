@@ -98,8 +98,6 @@ __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetc
 __device__ __forceinline__ void prefetch_run(const unsigned char* at, unsigned bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(at), "r"(bytes) : "memory");
-#else
-    for (unsigned done = 0; done < bytes; done += 128) prefetch(at + done);
 #endif
 }
 
@@ -156,17 +154,25 @@ struct Ahead {
 };
 
 // By all blocks of a launch, before they wait. One thread asks for each part, of a block's last warp: the instruction takes
-// one thread at a time.
+// one thread at a time. Before sm_90, which has it not, all threads ask for a line each.
 __device__ __forceinline__ void bring(const Ahead& ahead) {
+    const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+        const unsigned first = block * ahead.run[part], last = min(first + ahead.run[part], ahead.bytes[part]);
+        for (unsigned at = first + threadIdx.x * 128; at < last; at += blockDim.x * 128) prefetch(ahead.at[part] + at);
+    }
+#else
     const int part = static_cast<int>(blockDim.x) - 1 - static_cast<int>(threadIdx.x);
     if (part >= 4) return;
-    const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     // Indexed by constants alone: an array of arguments would be copied else.
     const unsigned bytes = part == 0 ? ahead.bytes[0] : part == 1 ? ahead.bytes[1] : part == 2 ? ahead.bytes[2] : ahead.bytes[3];
     const unsigned run = part == 0 ? ahead.run[0] : part == 1 ? ahead.run[1] : part == 2 ? ahead.run[2] : ahead.run[3];
     const unsigned char* at = part == 0 ? ahead.at[0] : part == 1 ? ahead.at[1] : part == 2 ? ahead.at[2] : ahead.at[3];
     const unsigned first = block * run;
     if (first < bytes) prefetch_run(at + first, min(run, bytes - first));
+#endif
 }
 
 // BF16 bits, either half of a word.
