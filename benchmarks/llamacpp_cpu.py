@@ -240,6 +240,9 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         result = run(arguments, folder)
     command = f"python benchmarks/llamacpp_cpu.py --machine {arguments.machine} --threads {arguments.threads}"
+    command += (
+        f" --layers {arguments.layers} --runs {arguments.runs} --tokens {arguments.tokens} --prompt {arguments.prompt}"
+    )
     record = Record(command, machine() | {"threads": arguments.threads, "layers": arguments.layers}, result)
     record.write(record_path(RESULTS, arguments.machine, "llamacpp"))
     print(f"{time.time() - began:.0f} s")

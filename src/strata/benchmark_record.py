@@ -30,7 +30,7 @@ ABSOLUTE_PATH = re.compile(r"(?:^|[\s\"'=:,(])(?:~|/[\w.-]+/[\w./-]|[A-Za-z]:[\\
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure: the median of ``runs`` runs, and the bound that it is held against.
+    """One measured figure: the median of ``runs`` runs (kernels: the best pass), and the bound that it is held against.
 
     ``ceiling`` is in the same unit; ``percent`` follows from it. The other fields say under which circumstances the
     figure holds and stay None where they mean nothing.
