@@ -16,6 +16,20 @@ from strata.quant.blocks import QuantisedMatrix
 F32 = np.float32
 
 
+def every_scale_with_every_pair_of_codes() -> tuple[QuantisedMatrix, QuantisedMatrix, QuantisedMatrix]:
+    """Gate, up and down of one NVFP4 expert, 1,024 x 64: 4,064 blocks hold each of 256 bytes under each of 127 scales,
+    in all three matrices; like scales share a row."""
+    blocks = torch.arange(4096)
+    codes = ((blocks[:, None] % 32) * 8 + torch.arange(8)).to(torch.uint8)
+    scales = (blocks // 32).clamp_max(126).to(torch.uint8)
+    ones = torch.ones(1)
+    return (
+        QuantisedMatrix("nvfp4", 1024, codes.view(1, 64, 512), scales.view(1, 64, 64), ones * 2.0**-4),
+        QuantisedMatrix("nvfp4", 1024, codes.view(1, 64, 512), scales.flip(0).view(1, 64, 64), ones * 2.0**-3),
+        QuantisedMatrix("nvfp4", 64, codes.view(1, 1024, 32), scales.view(1, 1024, 4), ones * 0.3),
+    )
+
+
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     product = a.astype(np.float64) * b.astype(np.float64)
     addend = c.astype(np.float64)

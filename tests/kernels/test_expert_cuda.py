@@ -11,7 +11,8 @@ import torch
 
 from strata.kernels.cpu.experts import ExpertKernel, group_picks
 from strata.kernels.cuda.experts import CudaExpertKernel
-from strata.quant import ExpertFormat, ExpertLayout, QuantisedMatrix
+from strata.quant import ExpertFormat, ExpertLayout
+from tests.kernels.expert_mirror import every_scale_with_every_pair_of_codes
 
 pytestmark = pytest.mark.gpu
 if shutil.which("nvidia-smi") and importlib.util.find_spec("cuda"):
@@ -101,15 +102,8 @@ def test_special_rows(format: ExpertFormat) -> None:
 
 
 def test_all_e4m3_scales_with_all_pairs_of_codes() -> None:
-    blocks = torch.arange(4096)
-    codes = ((blocks[:, None] % 32) * 8 + torch.arange(8)).to(torch.uint8)
-    factors = (blocks // 32).clamp_max(126).to(torch.uint8)
-    ones = torch.ones(1)
-    gate = QuantisedMatrix("nvfp4", 1024, codes.view(1, 64, 512), factors.view(1, 64, 64), ones * 2.0**-4)
-    up = QuantisedMatrix("nvfp4", 1024, codes.view(1, 64, 512), factors.flip(0).view(1, 64, 64), ones * 2.0**-3)
-    down = QuantisedMatrix("nvfp4", 64, codes.view(1, 1024, 32), factors.view(1, 1024, 4), ones * 0.3)
     layout = ExpertLayout(1024, 64, "nvfp4")
-    blobs, scales = layout.pack(gate, up, down)
+    blobs, scales = layout.pack(*every_scale_with_every_pair_of_codes())
     x = torch.randn(2, 1024, generator=torch.Generator().manual_seed(8))
     x[1] = 1.0
     cpu, gpu = both(layout, blobs, scales, x, np.zeros((2, 1), np.int32))

@@ -206,15 +206,7 @@ def test_q8_code_minus_128(level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_all_e4m3_scales_with_all_pairs_of_codes(level: str) -> None:
-    """4,064 blocks hold each of 256 bytes under each of 127 scales, in all three matrices; like scales share a row."""
-    blocks = torch.arange(4096)
-    codes = ((blocks[:, None] % 32) * 8 + torch.arange(8)).to(torch.uint8)
-    scales = (blocks // 32).clamp_max(126).to(torch.uint8)
-    ones = torch.ones(1)
-    gate = QuantisedMatrix("nvfp4", 1024, codes.view(1, 64, 512), scales.view(1, 64, 64), ones * 2.0**-4)
-    up = QuantisedMatrix("nvfp4", 1024, codes.view(1, 64, 512), scales.flip(0).view(1, 64, 64), ones * 2.0**-3)
-    down = QuantisedMatrix("nvfp4", 64, codes.view(1, 1024, 32), scales.view(1, 1024, 4), ones * 0.3)
-    packed = Packed(ExpertLayout(1024, 64, "nvfp4"), gate, up, down)
+    packed = Packed(ExpertLayout(1024, 64, "nvfp4"), *mirror.every_scale_with_every_pair_of_codes())
     x = rows_of(2, 1024, 8)
     x[1] = 1.0
     expected = packed.expected(x, only(2))

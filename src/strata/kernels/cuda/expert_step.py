@@ -115,7 +115,9 @@ class ExpertStep:
         self._ops, self._program, self._layout, self._tables = ops, ops.program, layout, tables
         program = ops.program
         if rows * top_k > _MOST_PICKS:
-            raise EngineError(f"{rows} rows of {top_k} picks, at most {_MOST_PICKS} picks are split in a round")
+            raise EngineError(
+                f"{rows} rows of {top_k} picks, at most {_MOST_PICKS} picks are split in a round", "use --device cpu"
+            )
         self._memory, self._mailbox = memory, mailbox
         self._rows, self._top_k = rows, top_k
         self._shape = shape_of(layout)
