@@ -5,6 +5,10 @@
 //   arrange     codes of 16 activations in the order in which blobs hold weights
 //   correction  what starts an integer sum, from the sum of the codes
 //   unit        what a total is multiplied by, from the tensor scale
+//   clean       a superblock of which only the first weights are a row's, as a copy whose padding changes nothing
+//
+// Padding adds +0 to a sum, which changes no sum there is, so what lies in its bytes must not matter: a scale that is
+// NaN would. Activations of padding are zero, so integer codes of it may be anything.
 
 constexpr int kLanes = Isa::kLanes;
 constexpr int kHalves = exact::kGroup / kLanes;
@@ -134,8 +138,8 @@ struct Nvfp4 {
         alignas(64) float scales[exact::kSegment / exact::kGroup][exact::kGroup];
     };
 
-    static void decode(const uint8_t* p, int superblocks, Panel& panel) {
-        for (int block = 0; block < superblocks * 4; ++block) {
+    static void decode(const uint8_t* p, int blocks, Panel& panel) {
+        for (int block = 0; block < blocks; ++block) {
             const uint8_t* from = p + (block / 4) * kBytes;
             each_half([&](auto half) STRATA_INLINE {
                 for (int step = 0; step < 2; ++step) {
@@ -170,6 +174,12 @@ struct Nvfp4 {
                 finish<R>(dot[q], Isa::load_floats(panel.scales[block] + q * kLanes), rows, at, acc.part[q]);
             });
         }
+    }
+
+    static void clean(const uint8_t* p, int weights, uint8_t* out) {
+        __builtin_memcpy(out, p, kBytes);
+        const int blocks = (weights + exact::kGroup - 1) / exact::kGroup;
+        __builtin_memset(out + 512 + blocks * exact::kGroup, 0, (4 - blocks) * exact::kGroup);
     }
 
     // Blobs hold the even weights of eight, then the odd ones.
@@ -220,6 +230,11 @@ struct Q8 {
         }
     }
 
+    static void clean(const uint8_t* p, int weights, uint8_t* out) {
+        __builtin_memcpy(out, p, kBytes);
+        if (weights <= 32) __builtin_memset(out + 1024 + 32, 0, 32);
+    }
+
     static Codes arrange(Codes codes) { return codes; }
     static int32_t correction(int sum) { return Isa::correct_bytes(sum); }
     static float unit(float tensor_scale) { return tensor_scale; }
@@ -249,6 +264,15 @@ struct Bf16 {
                 });
             });
         }
+    }
+
+    static void clean(const uint8_t* p, int weights, uint8_t* out) {
+        __builtin_memset(out, 0, kBytes);
+        const int pairs = weights / 2;
+        __builtin_memcpy(out, p, pairs * 64);
+        if (weights % 2 == 0) return;
+        for (int row = 0; row < exact::kGroup; ++row)  // the first weight of a pair whose second is padding
+            __builtin_memcpy(out + pairs * 64 + row * 4, p + pairs * 64 + row * 4, 2);
     }
 
     static float unit(float tensor_scale) { return tensor_scale; }

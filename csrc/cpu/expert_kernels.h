@@ -7,11 +7,16 @@
 
 #include "expert_formats.h"
 
-// The results of one group for each of R rows: the segments' sums in order, times the tensor scale.
+// The results of one group for each of R rows of `width` weights: the segments' sums in order, times the tensor scale.
 template <class Format, int R>
-STRATA_INLINE inline void multiply(const uint8_t* group, long superblocks, const typename Format::Row* rows, float unit,
+STRATA_INLINE inline void multiply(const uint8_t* group, long width, const typename Format::Row* rows, float unit,
                                    Four<Floats>* total) {
     constexpr int P = Format::template kPartsAtOnce<R>;
+    const long superblocks = ExpertShape::up_to(width, exact::kSuperblock) / exact::kSuperblock;
+    alignas(64) uint8_t cleaned[Format::kBytes];
+    const int rest = static_cast<int>(width % exact::kSuperblock);
+    const long padded = rest == 0 ? -1 : superblocks - 1;
+    if (rest != 0) Format::clean(group + padded * Format::kBytes, rest, cleaned);
     each_half([&](auto half) STRATA_INLINE {
         each<R>([&](auto r) STRATA_INLINE { total[half].template at<r>() = Isa::zero(); });
     });
@@ -26,7 +31,7 @@ STRATA_INLINE inline void multiply(const uint8_t* group, long superblocks, const
             for (long s = first; s < end; ++s) {
                 const uint8_t* weights = group + s * Format::kBytes;
                 if (part == 0) ask_ahead(weights, Format::kBytes);
-                Format::template add<R, P>(weights, part, rows, s, acc);
+                Format::template add<R, P>(s == padded ? cleaned : weights, part, rows, s, acc);
             }
             each<P>([&](auto q) STRATA_INLINE {
                 each<R>([&](auto r) STRATA_INLINE {
@@ -53,20 +58,23 @@ constexpr int kPanelRows = kHalves == 2 ? 2 : 4;
 
 // The same for `count` rows, up to kMostRows, with each segment decoded once.
 template <class Format>
-void multiply_many(const uint8_t* group, long superblocks, const typename Format::Row* rows, int count, float unit,
+void multiply_many(const uint8_t* group, long width, const typename Format::Row* rows, int count, float unit,
                    float (*out)[exact::kGroup]) {
+    constexpr long kBlocks = exact::kSegment / exact::kGroup;
+    const long blocks = ExpertShape::up_to(width, exact::kGroup) / exact::kGroup;  // those of padding are left out
     typename Format::Panel panel;
-    for (long first = 0; first < superblocks; first += kSegmentSuperblocks) {
-        const long left = superblocks - first;
-        const int now = static_cast<int>(left < kSegmentSuperblocks ? left : kSegmentSuperblocks);
-        ask_ahead(group + first * Format::kBytes, now * Format::kBytes);
-        Format::decode(group + first * Format::kBytes, now, panel);
+    for (long first = 0; first < blocks; first += kBlocks) {
+        const long left = blocks - first;
+        const int now = static_cast<int>(left < kBlocks ? left : kBlocks);
+        const uint8_t* weights = group + first / 4 * Format::kBytes;
+        ask_ahead(weights, (now + 3) / 4 * Format::kBytes);
+        Format::decode(weights, now, panel);
         const auto step = [&](int r0, auto R) STRATA_INLINE {
             Sums<kHalves> acc;
             each<kHalves>([&](auto q) STRATA_INLINE {
                 each<R>([&](auto r) STRATA_INLINE { acc.part[q].template at<r>() = Isa::zero(); });
             });
-            Format::template add_panel<R>(panel, now * 4, rows + r0, first * 4, acc);
+            Format::template add_panel<R>(panel, now, rows + r0, first, acc);
             each<kHalves>([&](auto q) STRATA_INLINE {
                 each<R>([&](auto r) STRATA_INLINE {
                     float* place = out[r0 + r] + q * kLanes;
@@ -145,11 +153,12 @@ int prepare(const float* x, long width, long superblocks, void* row) {
 
 void raise_flag(uint8_t* flag) { __atomic_store_n(flag, 1, __ATOMIC_RELAXED); }
 
-// h = silu(gate) * up of one group of one row.
+// h = silu(gate) * up of one group of one row, of which the first of 16 are there; the others are padding.
 template <class Format>
-void join(const float* gates, const float* ups, long group, void* h, uint8_t* flag) {
+void join(const float* gates, const float* ups, const ExpertShape& shape, long group, void* h, uint8_t* flag) {
     alignas(64) float inside[exact::kGroup];
     for (int i = 0; i < exact::kGroup; ++i) inside[i] = exact::product(exact::silu(gates[i]), ups[i]);
+    for (long i = shape.intermediate - group * exact::kGroup; i < exact::kGroup; ++i) inside[i] = 0.0f;
     if (!Prepared<Format>::group(inside, group, h)) raise_flag(flag);
 }
 
@@ -163,7 +172,7 @@ void gate_up_group(const ExpertShape& shape, const uint8_t* blob, float gate_uni
     alignas(64) float values[2][R][exact::kGroup];
     for (int part = 0; part < 2; ++part) {
         Four<Floats> total[kHalves];
-        multiply<Format, R>(weights + part * shape.wide_bytes(), shape.hidden_superblocks(), rows,
+        multiply<Format, R>(weights + part * shape.wide_bytes(), shape.hidden, rows,
                             part == 0 ? gate_unit : up_unit, total);
         each_half([&](auto half) STRATA_INLINE {
             each<R>([&](auto r) STRATA_INLINE {
@@ -171,7 +180,7 @@ void gate_up_group(const ExpertShape& shape, const uint8_t* blob, float gate_uni
             });
         });
     }
-    for (int r = 0; r < R; ++r) join<Format>(values[0][r], values[1][r], group, h[r], flags[r]);
+    for (int r = 0; r < R; ++r) join<Format>(values[0][r], values[1][r], shape, group, h[r], flags[r]);
 }
 
 template <class Format>
@@ -181,9 +190,9 @@ void gate_up_many(const ExpertShape& shape, const uint8_t* blob, float gate_unit
     typename Format::Row rows[kMostRows];
     for (int r = 0; r < count; ++r) rows[r] = static_cast<typename Format::Row>(x[r]);
     alignas(64) float gates[kMostRows][exact::kGroup], ups[kMostRows][exact::kGroup];
-    multiply_many<Format>(weights, shape.hidden_superblocks(), rows, count, gate_unit, gates);
-    multiply_many<Format>(weights + shape.wide_bytes(), shape.hidden_superblocks(), rows, count, up_unit, ups);
-    for (int r = 0; r < count; ++r) join<Format>(gates[r], ups[r], group, h[r], flags[r]);
+    multiply_many<Format>(weights, shape.hidden, rows, count, gate_unit, gates);
+    multiply_many<Format>(weights + shape.wide_bytes(), shape.hidden, rows, count, up_unit, ups);
+    for (int r = 0; r < count; ++r) join<Format>(gates[r], ups[r], shape, group, h[r], flags[r]);
 }
 
 template <class Format>
@@ -215,13 +224,19 @@ void gate_up(const ExpertShape& shape, const uint8_t* blob, float gate_scale, fl
 template <class Part>
 STRATA_INLINE inline void deliver(long hidden, long group, float* y, uint8_t* flag, Part&& part) {
     const long first = group * exact::kGroup, width = hidden - first;
-    alignas(64) float last[exact::kGroup];
-    float* place = width < exact::kGroup ? last : y + first;
     bool finite = true;
-    each_half([&](auto half) STRATA_INLINE { finite &= Isa::store_finite(place + half * kLanes, part(half)); });
+    if (width >= exact::kGroup) {
+        each_half([&](auto half) STRATA_INLINE { finite &= Isa::store_finite(y + first + half * kLanes, part(half)); });
+    } else {
+        alignas(64) float last[exact::kGroup];
+        each_half([&](auto half) STRATA_INLINE { Isa::store(last + half * kLanes, part(half)); });
+        for (long i = 0; i < width; ++i) {
+            const bool is_number = exact::is_finite(last[i]);
+            y[first + i] = is_number ? last[i] : 0.0f;
+            finite &= is_number;
+        }
+    }
     if (!finite) raise_flag(flag);
-    if (width < exact::kGroup)
-        for (long i = 0; i < width; ++i) y[first + i] = last[i];
 }
 
 template <class Format, int R>
@@ -230,8 +245,7 @@ void down_group(const ExpertShape& shape, const uint8_t* blob, float unit, long 
     typename Format::Row rows[R];
     for (int r = 0; r < R; ++r) rows[r] = static_cast<typename Format::Row>(h[r]);
     Four<Floats> total[kHalves];
-    multiply<Format, R>(blob + shape.down_offset() + group * shape.narrow_bytes(), shape.inner_superblocks(), rows, unit,
-                        total);
+    multiply<Format, R>(blob + shape.down_offset() + group * shape.narrow_bytes(), shape.intermediate, rows, unit, total);
     each<R>([&](auto r) STRATA_INLINE {
         deliver(shape.hidden, group, y[r], flags[r],
                 [&](auto half) STRATA_INLINE { return total[half].template at<r>(); });
@@ -244,8 +258,8 @@ void down_many(const ExpertShape& shape, const uint8_t* blob, float unit, long g
     typename Format::Row rows[kMostRows];
     for (int r = 0; r < count; ++r) rows[r] = static_cast<typename Format::Row>(h[r]);
     alignas(64) float results[kMostRows][exact::kGroup];
-    multiply_many<Format>(blob + shape.down_offset() + group * shape.narrow_bytes(), shape.inner_superblocks(), rows,
-                          count, unit, results);
+    multiply_many<Format>(blob + shape.down_offset() + group * shape.narrow_bytes(), shape.intermediate, rows, count,
+                          unit, results);
     for (int r = 0; r < count; ++r)
         deliver(shape.hidden, group, y[r], flags[r],
                 [&](auto half) STRATA_INLINE { return Isa::load_floats(results[r] + half * kLanes); });

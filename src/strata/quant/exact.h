@@ -14,7 +14,7 @@
 // A product is cut into segments of 128 weights. A segment starts at +0 and takes its blocks in order:
 //   NVFP4, Q8_0   acc = fused(float(dot), scale * a, acc), dot the integer dot product of 16 codes
 //   BF16          acc = fused(weight, x, acc), weight by weight
-// Segments are added to a total, from +0, in order. Widths are padded to 64 with zeros, which is part of the order.
+// Segments are added to a total, from +0, in order. Widths are padded to 64: padding adds +0, whatever its bytes are.
 // NVFP4 takes 2 x E2M1 as its integer and E4M3 * 2^-8 as its scale; the missing 2^7 is in the tensor scale.
 #pragma once
 

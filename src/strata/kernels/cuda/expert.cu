@@ -48,11 +48,13 @@ extern "C" __global__ void quantise_rows(const float* x, int hidden, int padded,
     }
 }
 
-// silu(gate) * up of a column, gate in lanes 0..15, up in lanes 16..31; the result is in both.
-__device__ __forceinline__ float gated(float total) {
+// silu(gate) * up of a column, gate in lanes 0..15, up in lanes 16..31; the result is in both. Columns of padding are
+// zero, whatever its bytes are.
+__device__ __forceinline__ float gated(const Shape& shape, float total) {
     const float other = __shfl_xor_sync(kAll, total, 16);
     const bool is_gate = (threadIdx.x & 16) == 0;
-    return product(silu(is_gate ? total : other), is_gate ? other : total);
+    const float h = product(silu(is_gate ? total : other), is_gate ? other : total);
+    return static_cast<int>(blockIdx.x * 16 + (threadIdx.x & 15)) < shape.intermediate ? h : 0.0f;
 }
 
 // The block's task. Returns whether there is one.
@@ -74,8 +76,8 @@ __device__ __forceinline__ bool read_task(const Task* tasks, const int* num_task
 template <class Format>
 __device__ __forceinline__ Work gate_up_work(const Shape& shape, const Task& task) {
     const long long bytes = static_cast<long long>(shape.wide) * Format::kBytes;
-    return {reinterpret_cast<const unsigned char*>(task.blob) + blockIdx.x * 2 * bytes, shape.wide, 1, 2,
-            warp_number(), static_cast<int>(blockDim.x >> 5)};
+    return {reinterpret_cast<const unsigned char*>(task.blob) + blockIdx.x * 2 * bytes, shape.wide,
+            (shape.hidden + 15) / 16, 1, 2, warp_number(), static_cast<int>(blockDim.x >> 5)};
 }
 
 template <class Format>
@@ -85,7 +87,7 @@ __device__ __forceinline__ Work down_work(const Shape& shape, const Task& task) 
     const int first = blockIdx.x * shape.pairs, groups = (shape.hidden + 15) / 16 - first * 2;
     return {reinterpret_cast<const unsigned char*>(task.blob) + 2 * ((shape.intermediate + 15) / 16) * wide +
                 first * 2 * narrow,
-            shape.narrow, min(shape.pairs, (groups + 1) / 2), groups, warp_number(),
+            shape.narrow, (shape.intermediate + 15) / 16, min(shape.pairs, (groups + 1) / 2), groups, warp_number(),
             static_cast<int>(blockDim.x >> 5)};
 }
 
@@ -98,7 +100,7 @@ __device__ __forceinline__ void gate_up_rows(const Shape& shape, const Task& tas
     const int lane = threadIdx.x & 31;
     for (int r = work.warp; r < rows; r += work.warps) {
         const float total = total_of<R>(room.sums, work.segments(), 0, r);
-        const float h = gated(product(total, Format::unit(lane < 16 ? task.scales[0] : task.scales[1])));
+        const float h = gated(shape, product(total, Format::unit(lane < 16 ? task.scales[0] : task.scales[1])));
         const long long pick = task.first + first + r;
         signed char* code = inner + pick * shape.narrow * 64 + blockIdx.x * 16 + (lane & 15);
         float* scale = inner_scales + pick * shape.narrow * 4 + blockIdx.x;
@@ -220,7 +222,7 @@ STRATA_EXPERT_KERNELS(nvfp4, Nvfp4)
 STRATA_EXPERT_KERNELS(q8_0, Q8)
 
 // BF16 experts: activations stay FP32 and every weight is one fused multiply-add, in order. A lane has a row of a pair;
-// the weights of a superblock are under way at once. `width`: what x has; weights are padded with zeros behind it.
+// the weights of a superblock are under way at once. `width`: of x; weights behind it become zeros, whatever they are.
 struct Bf16 {
     static constexpr int kBytes = 2048;
 };
@@ -240,6 +242,12 @@ __device__ __forceinline__ void multiply_bf16(const Work& work, const float* con
             unsigned words[32];
 #pragma unroll
             for (int pair = 0; pair < 32; ++pair) words[pair] = load_word_once(p + pair * 64);
+            const int left = width - s * kSuperblock;
+            if (left < kSuperblock) {
+#pragma unroll
+                for (int pair = 0; pair < 32; ++pair)
+                    words[pair] &= pair * 2 + 1 < left ? kAll : pair * 2 < left ? 0xFFFFu : 0u;
+            }
 #pragma unroll
             for (int pair = 0; pair < 32; ++pair) {
                 const int at = s * kSuperblock + pair * 2;
@@ -271,7 +279,7 @@ __device__ void gate_up_rows_bf16(const Shape& shape, const Task& task, int firs
     const int lane = threadIdx.x & 31;
     for (int r = work.warp; r < R; r += work.warps) {
         const float unit = lane < 16 ? task.scales[0] : task.scales[1];
-        const float h = gated(product(total_of<R>(sums, work.segments(), 0, r), unit));
+        const float h = gated(shape, product(total_of<R>(sums, work.segments(), 0, r), unit));
         const long long pick = task.first + first + r;
         if (lane < 16) inner[pick * shape.narrow * kSuperblock + blockIdx.x * 16 + lane] = h;
         if (!is_finite(h)) flags[row_of[pick]] = 1;
@@ -287,7 +295,7 @@ __device__ void down_rows_bf16(const Shape& shape, const Task& task, int first, 
     for (int r = 0; r < R; ++r)
         picked[r] = inner + static_cast<long long>(task.first + first + r) * shape.narrow * kSuperblock;
     const Work work = down_work<Bf16>(shape, task);
-    multiply_bf16<R>(work, picked, shape.narrow * kSuperblock, sums);
+    multiply_bf16<R>(work, picked, shape.intermediate, sums);
     write_down<R>(shape, task, work, sums, task.scales[2], first, R, row_of, slots + task.first + first, out, flags);
     __syncthreads();
 }

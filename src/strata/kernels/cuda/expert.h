@@ -124,16 +124,17 @@ struct Nvfp4 {
         unsigned scales[2];  // of each superblock: block q, 4 rows
     };
 
-    // `whole`: the segment has its second superblock.
-    static __device__ __forceinline__ void load(const unsigned char* from, bool whole, Segment& to) {
+    // `blocks`: of 16 weights from the segment's start to the row's end. Those behind are padding, whose scales become
+    // zero, whatever its bytes are; the activations there are zero, so its codes may stay.
+    static __device__ __forceinline__ void load(const unsigned char* from, int blocks, Segment& to) {
         const int q = threadIdx.x & 3, quad = threadIdx.x >> 2 & 3;
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
-            if (s == 1 && !whole) break;
+            if (s == 1 && blocks <= 4) break;
             const unsigned char* p = from + s * kBytes + quad * 16;
             to.codes[s * 2] = device::load_once(p + q * 64);
             to.codes[s * 2 + 1] = device::load_once(p + q * 64 + 256);
-            to.scales[s] = load_word_once(p + 512 - quad * 12 + q * 16);
+            to.scales[s] = s * 4 + q < blocks ? load_word_once(p + 512 - quad * 12 + q * 16) : 0;
         }
     }
 
@@ -194,17 +195,18 @@ struct Q8 {
         unsigned scales[2];  // of each superblock: 32 weights q / 2, rows 2 (q % 2), + 1 of the quad
     };
 
-    static __device__ __forceinline__ void load(const unsigned char* from, bool whole, Segment& to) {
+    static __device__ __forceinline__ void load(const unsigned char* from, int blocks, Segment& to) {
         const int q = threadIdx.x & 3, quad = threadIdx.x >> 2 & 3;
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
-            if (s == 1 && !whole) break;
+            if (s == 1 && blocks <= 4) break;
             const unsigned char* p = from + s * kBytes;
 #pragma unroll
             for (int half = 0; half < 4; ++half)
                 to.codes[s * 4 + half] =
                     device::load_once(p + (half / 2) * 512 + q * 128 + (half & 1) * 64 + quad * 16);
-            to.scales[s] = load_word_once(p + 1024 + (q / 2) * 32 + quad * 8 + (q & 1) * 4);
+            const bool is_there = s * 4 + (q & 2) < blocks;
+            to.scales[s] = is_there ? load_word_once(p + 1024 + (q / 2) * 32 + quad * 8 + (q & 1) * 4) : 0;
         }
     }
 

@@ -18,7 +18,8 @@ __device__ __forceinline__ int warp_number() { return __shfl_sync(kAll, static_c
 // Pairs of groups of one matrix, or of gate and up, that a block multiplies.
 struct Work {
     const unsigned char* weights;  // the first group
-    int superblocks, pairs, groups;
+    int superblocks, blocks;       // of a row: of 64 weights, and of 16 without those of padding
+    int pairs, groups;
     int warp, warps;  // this one's number, and how many share the work
     __device__ __forceinline__ int segments() const { return (superblocks + 1) / 2; }
 };
@@ -76,7 +77,7 @@ struct Pipe {
         // Where a pair has one group, the lanes of the other read it too.
         const bool is_alone = next.pair * 2 + 1 >= work.groups && (threadIdx.x & 16) != 0;
         Format::load(is_alone ? from - work.superblocks * Format::kBytes : from,
-                     next.segment * 2 + 2 <= work.superblocks, to);
+                     work.blocks - next.segment * (kSegment / 16), to);
         const int pairs = next.advance(work);
         from += work.warps * 2 * Format::kBytes;
         if (pairs != 0) from += pairs * 2 * (work.superblocks - work.segments()) * Format::kBytes;
