@@ -6,6 +6,8 @@
 #include <emmintrin.h>
 #endif
 
+#include "task_guard.h"
+
 #define STRATA_EXPORT __attribute__((visibility("default")))
 
 namespace {
@@ -117,6 +119,13 @@ STRATA_EXPORT uint64_t strata_checksum(const void* source, size_t nbytes) {
     const size_t stripes = nbytes / kStripe;
     lanes.take(data, stripes);
     return lanes.finish(data + stripes * kStripe, nbytes % kStripe, nbytes);
+}
+
+STRATA_EXPORT int strata_checksum_of(const void* source, size_t nbytes, uint64_t* sum) {
+    return strata::guarded([&] {
+        *sum = strata_checksum(source, nbytes);
+        return 0;
+    });
 }
 
 STRATA_EXPORT uint64_t strata_copy_with_checksum(void* target, const void* source, size_t nbytes) {

@@ -12,6 +12,9 @@ extern "C" {
 // Checksum of `nbytes` at `source` (any alignment). `nbytes` 0 is allowed.
 uint64_t strata_checksum(const void* source, size_t nbytes);
 
+// The same into `*sum`, for memory that may be gone, as that of a mapped file that was cut: a status, with words.
+int strata_checksum_of(const void* source, size_t nbytes, uint64_t* sum);
+
 // Copies `nbytes` from `source` to `target` (no overlap) and returns the checksum of what was copied, in one pass.
 uint64_t strata_copy_with_checksum(void* target, const void* source, size_t nbytes);
 }

@@ -26,8 +26,6 @@ struct StrataExpertTask;
 STRATA_API int strata_expert_compute(long hidden, long intermediate, int format, const StrataExpertTask* tasks,
                                      long num_tasks, const int32_t* rows, const int32_t* slots, long picks,
                                      const float* x, long x_rows, float* out, long out_slots, uint8_t* flags);
-// checksum.cpp
-STRATA_API uint64_t strata_checksum(const void* source, size_t nbytes);
 
 namespace strata {
 namespace {
@@ -258,7 +256,9 @@ class Conductor {
     // Compares an expert's bytes with their checksum where that has not been done.
     int check(int64_t flat, const void* bytes) {
         if (c_.checked == nullptr || c_.checked[flat] != 0) return kOk;
-        if (strata_checksum(bytes, static_cast<size_t>(c_.blob_bytes)) != c_.checksum[flat])
+        uint64_t sum = 0;
+        if (const int status = strata_checksum_of(bytes, static_cast<size_t>(c_.blob_bytes), &sum)) return status;
+        if (sum != c_.checksum[flat])
             return fail(kTaskFault, "expert %lld of layer %lld: the bytes do not have their checksum",
                         static_cast<long long>(flat % c_.num_experts), static_cast<long long>(flat / c_.num_experts));
         c_.checked[flat] = 1;

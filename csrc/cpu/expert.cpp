@@ -104,13 +104,19 @@ struct Job {
     std::atomic<long> next{0};
 };
 
-void await_zero(const std::atomic<int32_t>& missing) {
+// False: some thread has failed, and with it the job; what is waited for may never come.
+bool await_zero(const std::atomic<int32_t>& missing) {
+    if (missing.load(std::memory_order_acquire) == 0) return true;
+    const long since = pool_clock();
     for (long spins = 0; missing.load(std::memory_order_acquire) != 0; ++spins) {
+        if (job_failed()) return false;
         if (spins > 2000) sched_yield();  // whoever computes it may have lost its processor
 #if defined(__x86_64__)
         else __builtin_ia32_pause();
 #endif
     }
+    count_waiting(since);
+    return true;
 }
 
 void compute_unit(Job& job, const Unit& unit) {
@@ -127,20 +133,20 @@ void compute_unit(Job& job, const Unit& unit) {
     const StrataExpertTask& task = job.tasks[unit.task];
     const auto* blob = reinterpret_cast<const uint8_t*>(task.blob);
     if (!unit.down) {
-        await_zero(job.rows_missing);
+        if (!await_zero(job.rows_missing)) return;
         job.kernels->gate_up(shape, blob, task.gate_scale, task.up_scale, unit.begin, unit.end, job.rows + task.first,
                              job.inner + task.first, task.count, job.pick_flags + task.first);
         job.missing[unit.task].fetch_sub(1, std::memory_order_acq_rel);
         return;
     }
-    await_zero(job.missing[unit.task]);
+    if (!await_zero(job.missing[unit.task])) return;
     job.kernels->down(shape, blob, task.down_scale, unit.begin, unit.end, job.inner + task.first,
                       job.results + task.first, task.count, job.pick_flags + task.first);
 }
 
 int work_on(void* context, int, int) {
     Job& job = *static_cast<Job*>(context);
-    for (long i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.num_units;)
+    for (long i; !job_failed() && (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.num_units;)
         compute_unit(job, job.units[i]);
     return kOk;
 }

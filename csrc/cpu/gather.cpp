@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <memory>
 #include <new>
 
 #include "pool.h"
@@ -89,6 +90,17 @@ void decode(int format, int64_t columns, const unsigned char* row, float* out) {
     }
 }
 
+// Memory of a row that its thread keeps: a slice may be left in its middle (task_guard.h). Null: there is none.
+unsigned char* room_for_row(int64_t row_bytes) {
+    static thread_local std::unique_ptr<unsigned char[]> kept;
+    static thread_local int64_t size = 0;
+    if (size < row_bytes) {
+        kept.reset(new (std::nothrow) unsigned char[static_cast<size_t>(row_bytes)]);
+        size = kept ? row_bytes : 0;
+    }
+    return kept.get();
+}
+
 // 0, an errno, kWrongWord or kFileEnds.
 int read_row(int descriptor, int64_t row_bytes, int64_t number, unsigned char* row) {
     int64_t done = 0;
@@ -128,7 +140,7 @@ STRATA_EXPORT int strata_gather_rows(int descriptor, int format, int64_t columns
     }
     std::atomic<int64_t> first_bad{count};  // the smallest place, so that the report does not depend on timing
     const auto body = [&](long begin, long end) -> int {
-        unsigned char* row = new (std::nothrow) unsigned char[static_cast<size_t>(row_bytes)];
+        unsigned char* row = room_for_row(row_bytes);
         if (row == nullptr) return strata::fail(strata::kNoMemory, "gather: a row of %lld bytes", (long long)row_bytes);
         for (long place = begin; place < end; ++place) {
             if (read_row(descriptor, row_bytes, ids[place], row) == 0) {
@@ -139,17 +151,15 @@ STRATA_EXPORT int strata_gather_rows(int descriptor, int format, int64_t columns
             while (place < seen && !first_bad.compare_exchange_weak(seen, place)) {
             }
         }
-        delete[] row;
         return strata::kOk;
     };
     const int status = count <= kGrain ? body(0, static_cast<long>(count))
                                        : strata::parallel(static_cast<long>(count), kGrain, body);
     if (status != strata::kOk || first_bad.load() == count) return status;
     *bad_row = ids[first_bad.load()];
-    unsigned char* row = new (std::nothrow) unsigned char[static_cast<size_t>(row_bytes)];
+    unsigned char* row = room_for_row(row_bytes);
     if (row == nullptr) return strata::fail(strata::kNoMemory, "gather: a row of %lld bytes", (long long)row_bytes);
     const int error = read_row(descriptor, row_bytes, *bad_row, row);
-    delete[] row;
     *bad_errno = error == kFileEnds ? 0 : error == 0 ? kWrongWord : error;
     return strata::fail(strata::kTaskFault, "gather: row %lld", static_cast<long long>(*bad_row));
 }

@@ -19,6 +19,7 @@
 #include <immintrin.h>
 #endif
 
+#include "task_guard.h"
 
 namespace strata {
 namespace {
@@ -49,7 +50,10 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-thread_local bool inside_job = false;
+// Of the job that the thread is inside: null outside of jobs.
+thread_local const std::atomic<int>* status_of_job = nullptr;
+thread_local long waited_ns = 0;
+std::atomic<bool> is_measuring{false};
 
 // One generation of workers. The ticket holds the number of the job, whether it still takes workers, and how many are
 // inside, so that joining is one compare-and-swap and a late worker can never touch a job that has ended.
@@ -100,12 +104,21 @@ class Pool {
 
     int threads() const { return threads_; }
 
+    void forget_busy() {
+        for (Busy& busy : busy_) busy.ns.store(0, std::memory_order_relaxed);
+    }
+    long long busy_ns(int index) const { return busy_[index].ns.load(std::memory_order_relaxed); }
+
     std::atomic<long long> jobs_{0}, wakes_{0}, joins_{0};
 
   private:
     struct Seat {
         Pool* pool;
         int index;
+    };
+
+    struct alignas(64) Busy {
+        std::atomic<long long> ns{0};
     };
 
     static constexpr uint64_t kOpen = 1ull << 31;
@@ -174,9 +187,12 @@ class Pool {
 
     void work(int index) {
         FloatingPointMode mode;
-        inside_job = true;
-        const int status = body_(context_, index, threads_);
-        inside_job = false;
+        status_of_job = &status_;
+        waited_ns = 0;
+        const long began = is_measuring.load(std::memory_order_relaxed) ? now_ns() : 0;
+        const int status = guarded([&] { return body_(context_, index, threads_); });
+        if (began != 0) busy_[index].ns.fetch_add(now_ns() - began - waited_ns, std::memory_order_relaxed);
+        status_of_job = nullptr;
         if (status == kOk) return;
         int none = kOk;
         std::lock_guard<std::mutex> hold(words_lock_);
@@ -197,6 +213,7 @@ class Pool {
     char words_[512] = "";
     int threads_ = 1;
     pthread_t workers_[kMostThreads];
+    Busy busy_[kMostThreads];
     int started_ = 0;
 };
 
@@ -220,19 +237,15 @@ struct Loop {
     void* context;
     long count, grain;
     std::atomic<long> next{0};
-    std::atomic<bool> failed{false};
 };
 
 int run_slices(void* context, int, int) {
     Loop& loop = *static_cast<Loop*>(context);
-    while (!loop.failed.load(std::memory_order_relaxed)) {
+    while (!job_failed()) {
         const long begin = loop.next.fetch_add(loop.grain, std::memory_order_relaxed);
         if (begin >= loop.count) break;
         const int status = loop.body(loop.context, begin, std::min(begin + loop.grain, loop.count));
-        if (status != kOk) {
-            loop.failed.store(true, std::memory_order_relaxed);
-            return status;
-        }
+        if (status != kOk) return status;
     }
     return kOk;
 }
@@ -255,19 +268,25 @@ FloatingPointMode::~FloatingPointMode() {
 }
 
 int run_on_all(PoolBody body, void* context) {
-    if (inside_job) return body(context, 0, 1);
+    if (status_of_job != nullptr) return body(context, 0, 1);
     std::lock_guard<std::mutex> hold(turn);
     Pool* mine = current_pool();
     if (mine == nullptr) return fail(kNoMemory, "the thread pool could not be made");
     return mine->run(body, context);
 }
 
+bool job_failed() { return status_of_job != nullptr && status_of_job->load(std::memory_order_relaxed) != kOk; }
+
+long pool_clock() { return now_ns(); }
+
+void count_waiting(long since) { waited_ns += now_ns() - since; }
+
 int parallel_for(long count, long grain, LoopBody body, void* context) {
     if (count <= 0) return kOk;
     grain = std::max(grain, 1L);
     if (count <= grain) {
         FloatingPointMode mode;
-        return body(context, 0, count);
+        return guarded([&] { return body(context, 0, count); });
     }
     Loop loop{body, context, count, grain};
     return run_on_all(&run_slices, &loop);
@@ -318,6 +337,18 @@ void strata_pool_counters(long long* jobs, long long* wakes, long long* joins) {
     *jobs = mine->jobs_.load();
     *wakes = mine->wakes_.load();
     *joins = mine->joins_.load();
+}
+
+void strata_pool_measure(int on) {
+    std::lock_guard<std::mutex> hold(strata::turn);
+    if (strata::Pool* mine = strata::current_pool()) mine->forget_busy();
+    strata::is_measuring.store(on != 0);
+}
+
+void strata_pool_busy(long long* ns, int count) {
+    std::lock_guard<std::mutex> hold(strata::turn);
+    strata::Pool* mine = strata::current_pool();
+    for (int i = 0; i < count; ++i) ns[i] = mine != nullptr && i < strata::kMostThreads ? mine->busy_ns(i) : 0;
 }
 
 int strata_pool_latency(int rounds, int pause_us, double* median_us, double* largest_us) {

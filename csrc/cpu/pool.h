@@ -14,12 +14,21 @@
 namespace strata {
 
 // One thread's part of a job: 0 <= worker < workers, where 0 is the caller. Returns a Status; the first that is not
-// kOk ends the job (see PoolJob::failed) and is what run_on_all returns, with its words. Must not throw.
+// kOk ends the job (see job_failed) and is what run_on_all returns, with its words. A fault of memory counts as one, so a
+// body may be left anywhere (task_guard.h): it holds no lock and owns no memory. Must not throw.
 using PoolBody = int (*)(void* context, int worker, int workers);
 
 // Runs `body` on the caller and every worker that is awake in time. Returns when all that joined have returned.
 // A call from inside a body runs on that thread alone.
 int run_on_all(PoolBody body, void* context);
+
+// Whether some body of the job that the calling thread is inside has failed: what it was to do is not done any more. Bodies
+// that wait for others look at it.
+bool job_failed();
+
+// For bodies that wait for others: the time now, and that the thread has waited since then, which is not work.
+long pool_clock();
+void count_waiting(long since);
 
 // A slice of a loop, begin <= i < end. Returns a Status.
 using LoopBody = int (*)(void* context, long begin, long end);
@@ -69,5 +78,10 @@ STRATA_API int strata_pool_configure(int threads, const int* cpus, int count);
 STRATA_API int strata_pool_threads();
 // Jobs since the start, wake-ups from sleep, workers that joined jobs (for statistics).
 STRATA_API void strata_pool_counters(long long* jobs, long long* wakes, long long* joins);
+// Measures from now on (or no longer) how long each thread works, from nothing: inside bodies, without waiting. Costs two
+// looks at the clock a thread and job.
+STRATA_API void strata_pool_measure(int on);
+// Nanoseconds of the first `count` threads, the caller's first, since measuring began.
+STRATA_API void strata_pool_busy(long long* ns, int count);
 // Median and largest microseconds of `rounds` empty jobs, each after `pause_us` of rest, until all workers joined.
 STRATA_API int strata_pool_latency(int rounds, int pause_us, double* median_us, double* largest_us);

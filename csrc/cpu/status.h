@@ -14,6 +14,8 @@ enum Status : int {
     kNoMemory = 2,      // scratch could not be had
     kTaskFault = 3,     // a task of a parallel call failed; the words say which
     kUnavailable = 4,   // an instruction set or a feature that this machine does not have
+    kFileFault = 5,     // a task read a mapped file where it cannot be read (task_guard.h)
+    kMemoryFault = 6,   // a task touched memory that is not there
 };
 
 // Keeps the words (printf form) for strata_last_error() of the calling thread and returns `status`.

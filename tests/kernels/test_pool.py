@@ -39,6 +39,22 @@ def test_every_thread_joins_and_wakes_from_sleep() -> None:
     assert after.wakes - before.wakes >= 20  # 2 ms of rest is longer than a worker looks for work
 
 
+def test_work_is_measured_by_thread_and_only_where_asked() -> None:
+    pool.configure(2)
+    with pool.measure_busy() as seconds:
+        assert seconds() == [0.0, 0.0]
+        pool.latency(rounds=50)
+        first = seconds()
+        assert first[0] > 0.0
+        pool.latency(rounds=50)
+        assert seconds()[0] > first[0]
+    after = seconds()
+    pool.latency(rounds=50)
+    assert seconds() == after
+    with pool.measure_busy() as seconds:
+        assert seconds() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("number", [0, -3, 257])
 def test_a_number_of_threads_out_of_range_is_refused(number: int) -> None:
     with pytest.raises(ConfigError, match=f"--threads {number}: the thread pool holds 1 to 256"):

@@ -12,15 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from strata.kernels.cpu.library import declare
+from strata.kernels.cpu.library import check, declare
 
 __all__ = ["checksum", "checksum_at", "copy_with_checksum"]
 
 
 def checksum_at(address: int, nbytes: int) -> int:
-    """Checksum of ``nbytes`` at ``address``, which the caller keeps valid. Releases the GIL."""
-    call = declare("strata_checksum", ctypes.c_void_p, ctypes.c_size_t, returns=ctypes.c_uint64)
-    return int(call(address, nbytes))
+    """Checksum of ``nbytes`` at ``address``, which the caller keeps valid. Releases the GIL.
+
+    Raises ``EngineError`` where they cannot be read, as in a mapped file that was cut.
+    """
+    call = declare("strata_checksum_of", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    found = ctypes.c_uint64()
+    check(call(address, nbytes, ctypes.byref(found)))
+    return found.value
 
 
 def checksum(data: np.ndarray[Any, np.dtype[np.uint8]] | bytes) -> int:

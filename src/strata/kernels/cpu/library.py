@@ -17,6 +17,11 @@ from strata.errors import ConfigError, EngineError
 __all__ = ["ISA_LEVELS", "available_isa_levels", "check", "declare", "isa", "library", "select_isa"]
 
 ISA_LEVELS = ("scalar", "avx2", "avxvnni", "avx512")
+# Statuses of csrc/cpu/status.h that a user can do something about.
+_HINTS = {
+    5: "restore the file, or fetch or pack the model again, then start Strata again",
+    6: "start Strata again; if it comes back, report it with this line",
+}
 _PATH = Path(__file__).resolve().parents[2] / "_native" / "libstrata_cpu.so"
 
 
@@ -51,7 +56,7 @@ def check(status: int) -> None:
     """Raises ``EngineError`` with the native call's own words unless ``status`` is 0. Call it on the same thread."""
     if status:
         words = library().strata_last_error() or b"a native call failed"
-        raise EngineError(words.decode("utf-8", "replace"))
+        raise EngineError(words.decode("utf-8", "replace"), _HINTS.get(status, ""))
 
 
 def isa() -> str:

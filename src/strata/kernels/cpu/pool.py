@@ -10,13 +10,24 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from strata.errors import ConfigError
 from strata.kernels.cpu.library import check, declare
 
-__all__ = ["PoolStatistics", "configure", "default_threads", "latency", "order_cpus", "statistics", "threads"]
+__all__ = [
+    "PoolStatistics",
+    "configure",
+    "default_threads",
+    "latency",
+    "measure_busy",
+    "order_cpus",
+    "statistics",
+    "threads",
+]
 
 _SYSTEM = Path("/sys/devices/system")
 
@@ -125,6 +136,27 @@ def statistics() -> PoolStatistics:
     read = declare("strata_pool_counters", *[ctypes.c_void_p] * 3, returns=None)
     read(*[ctypes.byref(number) for number in numbers])
     return PoolStatistics(threads(), *[number.value for number in numbers])
+
+
+@contextmanager
+def measure_busy() -> Iterator[Callable[[], list[float]]]:
+    """Within it the pool measures; what it yields gives the seconds each thread has worked so far, the caller first.
+
+    Work is the time inside tasks without waiting for other threads. Nothing is measured outside.
+    """
+    measure = declare("strata_pool_measure", ctypes.c_int, returns=None)
+    read = declare("strata_pool_busy", ctypes.c_void_p, ctypes.c_int, returns=None)
+
+    def seconds() -> list[float]:
+        found = (ctypes.c_longlong * threads())()
+        read(found, len(found))
+        return [ns / 1e9 for ns in found]
+
+    measure(1)
+    try:
+        yield seconds
+    finally:
+        measure(0)
 
 
 def latency(rounds: int = 200, pause_us: int = 0) -> tuple[float, float]:
