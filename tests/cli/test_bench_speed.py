@@ -19,7 +19,7 @@ SIZES = ("--prompt", "16", "--decode", "4", "--runs", "2")
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Rates that make a layer of a round take a second; lists whose machine was measured."""
     asked: list[str] = []
-    rates = Rates(BANDWIDTHS, KERNELS, {"qwen3_moe": LayerCosts(1.0, 0, 0, 0, 0, 0)})
+    rates = Rates(BANDWIDTHS, KERNELS, {"qwen3_moe": LayerCosts(1.0, 0, 0, 0)}, None)
 
     def measure(requested: Any) -> Rates:
         asked.append(requested.model)

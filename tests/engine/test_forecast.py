@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 from pathlib import Path
 
 import pytest
 
 from strata.config import Requested
-from strata.engine.forecast import Forecast, forecast, interpolate, turns
+from strata.engine.forecast import Forecast, chances, forecast, interpolate, read_seconds
 from strata.engine.plan_report import plan_subject
 from strata.engine.plan_subject import PlanSubject, find_subject
-from strata.engine.rates import LayerCosts, Rates, RatesKey, read_rates, write_rates
+from strata.engine.rates import FileCosts, LayerCosts, Rates, RatesKey, read_rates, write_rates
 from strata.kernels.rates import KernelRates
 from strata.memory.bandwidth import Bandwidths
 from strata.memory.planner import GIB, ResolvedPlan
 from strata.memory.probe import Machine
 
 FLAT = {1: 1e9, 64: 1e9}
-BANDWIDTHS = Bandwidths(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9)
+BANDWIDTHS = Bandwidths(1e9, 1e9, 1e9, 4, 1e9, 1e9)
 KERNELS = KernelRates({"nvfp4": {1: FLAT}}, {"q8_0": {1: FLAT}, "bf16": {1: FLAT}, "f32": {1: FLAT}}, {1: FLAT})
-FREE = LayerCosts(0, 0, 0, 0, 0, 0)
-RATES = Rates(BANDWIDTHS, KERNELS, {"qwen3_moe": FREE})
+FREE = LayerCosts(0, 0, 0, 0)
+# A byte in a nanosecond from the page cache, in five from the drive, and a millisecond for each expert of a layer.
+CACHED = {size: {1: 1e-3 + 1e-9 * size, 16: 16e-3 + 16e-9 * size} for size in (1000, 1_000_000)}
+DRIVE = {size: {1: 1e-3 + 5e-9 * size, 16: 16e-3 + 80e-9 * size} for size in (1000, 1_000_000)}
+RATES = Rates(BANDWIDTHS, KERNELS, {"qwen3_moe": FREE}, FileCosts(CACHED, DRIVE))
 
 
 def planned(ram_gib: float = 64, **options: object) -> tuple[PlanSubject, ResolvedPlan]:
@@ -60,7 +62,7 @@ def test_a_prompt_counts_rows_and_the_head_once() -> None:
 
 
 def test_costs_of_a_layer_are_added_layer_by_layer() -> None:
-    costs = LayerCosts(a_round=1e-3, a_row=1e-6, a_pick=1e-7, a_fetch=0, a_read=0, a_load=0)
+    costs = LayerCosts(a_round=1e-3, a_row=1e-6, a_pick=1e-7, a_load=0)
     found = expect(dataclasses.replace(RATES, layers={"qwen3_moe": costs}))
     assert found.decode_parts["launches"] == pytest.approx(48e-3)
     more = found.prompt_parts["launches"] - expect().prompt_parts["launches"]
@@ -69,17 +71,54 @@ def test_costs_of_a_layer_are_added_layer_by_layer() -> None:
 
 def test_what_only_the_drive_holds_is_waited_for() -> None:
     """RAM holds 3 GiB of 15.19; the drive reads while the rest is computed."""
-    slow = dataclasses.replace(BANDWIDTHS, drive_pieces=0.2e9)
-    found = expect(dataclasses.replace(RATES, bandwidths=slow), ram_gib=10, resident_budget_gib=3.0)
+    found = expect(ram_gib=10, resident_budget_gib=3.0)
+    assert planned(10, resident_budget_gib=3.0)[1].direct_reads
     share = 1 - 3 * GIB // 2_654_208 / 6144
-    cached = min(1.0, (10 * GIB - planned(10, resident_budget_gib=3.0)[1].ram_bytes) / (share * 6144 * 2_654_208))
-    drive = 0.0 if planned(10, resident_budget_gib=3.0)[1].direct_reads is False else share
-    reading = 48 * 8 * 2_654_208 / 0.2e9
-    assert drive == pytest.approx(share)
-    assert cached < 0.25
-    later = 1 - 4 / (8 * share)  # all but the first four reads of a layer arrive while others are computed
-    overlap = found.decode_parts["experts"] * (1 - share + share * later)
-    assert found.decode_parts["experts from the file"] == pytest.approx(reading * share - overlap)
+    reading = 48 * 8 * share * (1e-3 + 5e-9 * 2_654_208)
+    overlap = found.decode_parts["experts"] * (1 - share)
+    assert overlap < reading
+    assert found.decode_parts["experts from the file"] == pytest.approx(reading - overlap)
+
+
+def test_copies_from_the_page_cache_leave_the_processors_that_do_not_copy() -> None:
+    """Four of eight processors copy; the others compute what lies in memory meanwhile."""
+    found = expect(ram_gib=64, resident_budget_gib=3.0)
+    share = 1 - 3 * GIB // 2_654_208 / 6144
+    copying = 48 * 8 * share * (1e-3 + 1e-9 * 2_654_208)
+    hidden = min(found.decode_parts["experts"] * (1 - share), copying / 2)
+    assert found.decode_parts["experts from the file"] == pytest.approx(copying - hidden)
+
+
+def test_a_prompt_computes_many_rows_while_the_drive_reads() -> None:
+    """All experts of a layer are read; all but the first four arrive while rows beyond the first are computed."""
+    slow = {size: {number: 100 * seconds for number, seconds in by.items()} for size, by in DRIVE.items()}
+    found = expect(dataclasses.replace(RATES, file=FileCosts(CACHED, slow)), ram_gib=4, resident_budget_gib=1e-6)
+    assert planned(4, resident_budget_gib=1e-6)[1].direct_reads
+    picked = 128 * (1 - (1 - 8 / 128) ** 512)
+    reading = 48 * picked * 100 * (1e-3 + 5e-9 * 2_654_208)
+    one_row = 48 * picked * 3 * 2048 * 768 / 1e9
+    overlap = (found.prompt_parts["experts"] - one_row) * (1 - 4 / picked)
+    assert 0 < overlap < reading
+    assert found.prompt_parts["experts from the file"] == pytest.approx(reading - overlap)
+
+
+def test_a_file_that_was_not_measured_is_read_at_the_rate_of_copies() -> None:
+    found = expect(dataclasses.replace(RATES, file=None), resident_budget_gib=1e-6)
+    assert found.decode_parts["experts from the file"] == pytest.approx(48 * 8 * 2_654_208 / 1e9)
+    without_drive = dataclasses.replace(RATES, file=FileCosts(CACHED, None))
+    some = expect(without_drive, ram_gib=10, resident_budget_gib=1e-6).decode_parts["experts from the file"]
+    assert some == pytest.approx(48 * 8 * (1e-3 + 1e-9 * 2_654_208))
+
+
+def test_reads_between_numbers_and_sizes_are_on_a_line() -> None:
+    costs = {100: {2: 1.0, 4: 3.0}, 200: {2: 2.0, 4: 5.0}}
+    assert read_seconds(costs, 100, 3) == 2.0
+    assert read_seconds(costs, 150, 3) == 2.75
+    assert read_seconds(costs, 300, 2) == 3.0
+    assert read_seconds(costs, 100, 1) == 0.5  # none cost nothing
+    assert read_seconds(costs, 200, 6) == 8.0
+    assert read_seconds(costs, 1, 0) == 0
+    assert read_seconds({100: {1: 0.1}, 200: {1: 1.0}}, 10, 1) == 0
 
 
 def test_a_mapped_file_is_as_fast_as_its_small_pages() -> None:
@@ -105,15 +144,16 @@ def test_a_simulated_card_moves_what_it_does_not_hold() -> None:
     assert found.decode_parts["experts"] == expect().decode_parts["experts"]
 
 
-@pytest.mark.parametrize(("picked", "share", "lanes"), [(8, 0.5, 4), (8, 0.1, 4), (10, 0.9, 2), (3, 1.0, 4)])
-def test_turns_are_what_chance_gives(picked: int, share: float, lanes: int) -> None:
+@pytest.mark.parametrize(("picked", "share"), [(8, 0.5), (8, 0.1), (10, 0.9), (3, 1.0)])
+def test_chances_are_those_of_picking_each_apart(picked: int, share: float) -> None:
     source = random.Random(0)
-    drawn = [math.ceil(sum(source.random() < share for _ in range(picked)) / lanes) for _ in range(20_000)]
-    assert turns(picked, share, lanes) == pytest.approx(sum(drawn) / len(drawn), rel=0.03)
+    drawn = [sum(source.random() < share for _ in range(picked)) for _ in range(20_000)]
+    for number, chance in chances(picked, share):
+        assert chance == pytest.approx(drawn.count(int(number)) / len(drawn), abs=0.02)
 
 
-def test_turns_of_many_are_their_mean() -> None:
-    assert turns(128, 0.5, 4) == 16
+def test_of_many_picks_the_mean_counts() -> None:
+    assert chances(128, 0.5) == [(64, 1.0)]
 
 
 def test_rates_between_sizes_are_straight_in_logarithms() -> None:

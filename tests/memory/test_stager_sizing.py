@@ -38,6 +38,19 @@ def test_the_old_and_the_new_sizing_can_be_forced() -> None:
     assert size_stager(new, "arena", unpinned_share=0.0).num_buffers == 64
 
 
+def test_what_was_measured_raises_the_threads_of_staging_from_ram_alone() -> None:
+    measured = MemoryRequest(ram_bytes=1, num_cpus=16, measured_threads=12)
+    sizing = size_stager(measured, "arena", unpinned_share=1.0)
+    assert (sizing.num_threads, sizing.num_buffers) == (12, 64)
+    assert "measured" in sizing.reason
+    assert size_stager(measured, "arena", unpinned_share=0.1).num_threads == 4
+    assert size_stager(measured, "budget", unpinned_share=1.0).num_threads == 4
+    fewer = MemoryRequest(ram_bytes=1, num_cpus=64, measured_threads=4)
+    assert size_stager(fewer, "arena", unpinned_share=1.0).num_threads == 8
+    asked = MemoryRequest(ram_bytes=1, num_cpus=16, measured_threads=12, stager_threads=3)
+    assert size_stager(asked, "arena", unpinned_share=1.0).num_threads == 3
+
+
 def test_variables_win_over_every_rule() -> None:
     request = MemoryRequest(ram_bytes=1, num_cpus=64, stager_threads=3, stager_buffers=5, ring_slots=7)
     sizing = size_stager(request, "mapped", unpinned_share=1.0)

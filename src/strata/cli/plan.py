@@ -30,8 +30,9 @@ def command(
     from strata.engine.runtime import probe
 
     requested = configure(name, effects=lambda asked: planned_effects(asked, probe(asked)))
-    from strata.engine.calibration import kept_rates, measure_rates
+    from strata.engine.calibration import measure_rates
     from strata.engine.plan_report import report
+    from strata.engine.rates import kept_rates
 
     rates = measure_rates(requested) if measure else kept_rates(requested)
     try:

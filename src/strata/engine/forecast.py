@@ -17,7 +17,6 @@ from strata.engine.plan_subject import DenseMatrix, PlanSubject
 from strata.engine.rates import LayerCosts, Rates
 from strata.experts.dispatch import WINDOW_ROWS
 from strata.kernels.rates import ByRows
-from strata.memory.bandwidth import STAGER_THREADS
 from strata.memory.planner import ResolvedPlan
 
 __all__ = ["PROMPT_TOKENS", "Forecast", "covers", "forecast", "interpolate"]
@@ -141,12 +140,26 @@ def rate_of(rates: Mapping[int, ByRows], work: float, rows: float) -> float:
     return interpolate({size: interpolate(by_rows, rows) for size, by_rows in rates.items()}, work)
 
 
-def turns(picked: int, share: float, lanes: int) -> float:
-    """Expected turns of ``lanes`` readers for those of ``picked`` experts that are read, each with chance ``share``."""
+def read_seconds(costs: Mapping[int, ByRows], blob_bytes: int, number: float) -> float:
+    """What ``number`` experts of ``blob_bytes`` cost, straight between the numbers and sizes that were measured."""
+    sizes = sorted(costs)
+    known = [(size, _between({0: 0.0, **costs[size]}, number)) for size in (sizes[0], sizes[-1])]
+    return max(0.0, _between(dict(known), blob_bytes))
+
+
+def _between(known: Mapping[int, float], at: float) -> float:
+    """The value at ``at`` on the line through its two neighbours; outside of all, through the nearest two."""
+    places = sorted(known)
+    above = next((index for index, place in enumerate(places) if at <= place), len(places) - 1)
+    low, high = places[max(0, above - 1)], places[max(1, above)]
+    return known[low] + (at - low) / (high - low) * (known[high] - known[low])
+
+
+def chances(picked: int, share: float) -> list[tuple[int | float, float]]:
+    """How many of ``picked`` experts are read, each with chance ``share``, and how likely that is; of many the mean."""
     if picked > MANY_PICKS:
-        return picked * share / lanes
-    chances = (math.comb(picked, n) * share**n * (1 - share) ** (picked - n) for n in range(picked + 1))
-    return sum(chance * math.ceil(n / lanes) for n, chance in enumerate(chances))
+        return [(picked * share, 1.0)]
+    return [(n, math.comb(picked, n) * share**n * (1 - share) ** (picked - n)) for n in range(picked + 1)]
 
 
 @dataclass(frozen=True)
@@ -208,26 +221,32 @@ class _Arithmetic:
     def _waiting(self, picked: float, computing: float) -> float:
         """Seconds that all layers wait for files, when each picked so many experts and they compute so long in all.
 
-        Reads from the page cache are copies by threads, each of which takes one expert at a time: a layer waits for as
-        many turns as the busiest thread has. The drive is one, whoever asks. Meanwhile what lies in memory is computed,
-        beside copies only by the processors that do not copy.
+        What was measured holds the computing of a row of what is read. Besides, what lies in memory is computed
+        meanwhile, and more rows of what the drive brought earlier: while the drive reads, and beside copies from the
+        page cache by the processors that do not copy.
         """
-        memory, places, layers = self.rates.bandwidths, self.places, self.subject.config.num_layers
-        blob = self.plan.shape.blob_bytes
-        from_cache = memory.cached_read or memory.memory_copy
-        reading = picked * places.drive * blob / (memory.drive_pieces or from_cache)
+        places, layers = self.places, self.subject.config.num_layers
         if places.mapped:  # the processor stands still while a page is fetched
-            return layers * reading
-        lanes = max(1, min(self.plan.stager.num_threads, STAGER_THREADS, self.plan.request.num_cpus))
-        copying = turns(round(picked), places.cached, lanes) * lanes * blob / from_cache
-        idle = 1 - lanes / max(1, self.plan.request.num_cpus)
+            memory = self.rates.bandwidths
+            rate = memory.drive_pieces or memory.memory_copy
+            return layers * picked * places.drive * self.plan.shape.blob_bytes / rate
+        copying = layers * self._reading(picked, places.cached, past_cache=False)
+        reading = layers * self._reading(picked, places.drive, past_cache=True)
+        readers, num_cpus = self.plan.stager.num_threads, max(1, self.plan.request.num_cpus)
+        idle = 1 - min(readers, num_cpus) / num_cpus
         # Of what the drive brings, all but the first turn of readers arrives while earlier experts are computed.
-        later = max(0.0, 1 - self.plan.stager.num_threads / max(1.0, picked * places.drive))
-        beside = computing * places.memory + min(computing * places.drive, layers * reading) * later
-        hidden = min(beside, layers * (reading + idle * copying))
-        outside = places.cached + places.drive
-        started = picked * outside * self.costs.a_read + (1 - math.pow(1 - outside, picked)) * self.costs.a_fetch
-        return layers * (reading + copying + started) - hidden
+        later = max(0.0, 1 - readers / max(1.0, picked * places.drive))
+        more_rows = max(0.0, computing - layers * picked * self._expert(1))
+        beside = computing * places.memory + more_rows * places.drive * later
+        return copying + reading - min(beside, reading + idle * copying)
+
+    def _reading(self, picked: float, share: float, *, past_cache: bool) -> float:
+        """Expected seconds of a layer for a file, when each of so many experts is in it with chance ``share``."""
+        blob, file = self.plan.shape.blob_bytes, self.rates.file
+        if file is None or share == 0:
+            return picked * share * blob / self.rates.bandwidths.memory_copy
+        costs = file.drive if past_cache and file.drive is not None else file.cached
+        return sum(chance * read_seconds(costs, blob, n) for n, chance in chances(round(picked), share))
 
     def _mixing(self, positions: int, rows: int) -> float:
         """Seconds of attention and recurrent states for ``rows`` rows with so many positions before them."""

@@ -38,8 +38,6 @@ CHUNK = Prefill(PROMPT_ROWS, is_auto=False)
 ROUNDS, SLICES = 20, 3  # rounds between two looks at another placement, and how often each is looked at
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "memory": {},
-    "file": {"resident_budget_gib": 1e-6},
-    "one pick, file": {"resident_budget_gib": 1e-6},
     "one pick": {},
     "ring": {"vram_gib": 1.0, "expert_cache": 64, "adapt_every": 0},
 }
@@ -79,7 +77,7 @@ def _look(model: OpenModel, one_pick: OpenModel, requested: Requested) -> dict[s
     for _ in range(SLICES):
         for name, look in looks.items():
             asked = dataclasses.replace(requested, **PLACEMENTS[name])
-            runtime = Runtime.open(one_pick if name.startswith("one pick") else model, asked)
+            runtime = Runtime.open(one_pick if name == "one pick" else model, asked)
             try:
                 prompt, each = _play(runtime)
                 look.loads = runtime.statistics().experts.ring_loads // PROMPTS
@@ -94,14 +92,10 @@ def _costs(looks: dict[str, _Looks], layers: int, top_k: int) -> LayerCosts:
     rounds = {name: statistics.median(look.rounds) / layers for name, look in looks.items()}
     prompts = {name: statistics.median(look.prompts) / layers for name, look in looks.items()}
     a_pick = max(0.0, prompts["memory"] - prompts["one pick"]) / (top_k - 1) / PROMPT_ROWS
-    one_read = max(0.0, rounds["one pick, file"] - rounds["one pick"])
-    a_read = max(0.0, rounds["file"] - rounds["memory"] - one_read) / (top_k - 1)
     return LayerCosts(
         a_round=rounds["memory"],
         a_row=max(0.0, (prompts["one pick"] - rounds["one pick"]) / PROMPT_ROWS - a_pick),
         a_pick=a_pick,
-        a_fetch=max(0.0, one_read - a_read),
-        a_read=a_read,
         a_load=max(0.0, prompts["ring"] - prompts["memory"]) * layers / max(1, looks["ring"].loads),
     )
 

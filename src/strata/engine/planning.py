@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from strata.config import BY_NAME, Requested
+from strata.engine.rates import kept_rates
 from strata.errors import ConfigError, MemoryPlanError
 from strata.kernels.cuda.program import MAX_WINDOW
 from strata.memory.planner import GIB, MIB
@@ -68,12 +69,12 @@ def headroom_bytes(requested: Requested, ram_available: int) -> int:
 
 
 def memory_request(requested: Requested, machine: Machine, max_context: int, chunk_rows: int) -> MemoryRequest:
-    """What the user asked for, as the planner's numbers."""
+    """What the user asked for, and what was measured here, as the planner's numbers."""
 
     def number(value: int | str) -> int | None:
         return None if isinstance(value, str) else value
 
-    budget = requested.resident_budget_gib
+    budget, rates = requested.resident_budget_gib, kept_rates(requested)
     if machine.ram_available <= 0:
         raise MemoryPlanError("no free RAM is left", "close other programs or give --ram-gib")
     return MemoryRequest(
@@ -90,6 +91,7 @@ def memory_request(requested: Requested, machine: Machine, max_context: int, chu
         prefill_borrow=requested.prefill_borrow,
         ring_slots=number(requested.prefill_ring),
         stager_threads=number(requested.stager_threads),
+        measured_threads=None if rates is None else rates.bandwidths.stager_threads,
         stager_buffers=number(requested.stager_ring),
         stage_resident=None if isinstance(requested.stage_resident, str) else requested.stage_resident,
         prefill_cpu_share=0.0 if isinstance(requested.prefill_cpu_share, str) else requested.prefill_cpu_share,

@@ -12,41 +12,67 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strata.files import atomic_write
-from strata.kernels.rates import KernelRates
+from strata.kernels.cpu import pool
+from strata.kernels.cpu.library import isa
+from strata.kernels.rates import ByRows, KernelRates
 from strata.memory.bandwidth import Bandwidths
+from strata.memory.probe import read_cpu_name
+from strata.paths import find_home
+from strata.version import VERSION
 
-__all__ = ["LayerCosts", "Rates", "RatesKey", "read_rates", "write_rates"]
+if TYPE_CHECKING:
+    from strata.config import Requested
 
-LAYOUT = 6  # of the file; rises whenever what is measured changes, so that old numbers are not taken for new ones
+__all__ = [
+    "FileCosts",
+    "LayerCosts",
+    "Rates",
+    "RatesKey",
+    "kept_rates",
+    "rates_key",
+    "read_rates",
+    "threads_asked",
+    "write_rates",
+]
+
+LAYOUT = 7  # of the file; rises whenever what is measured changes, so that old numbers are not taken for new ones
 
 
 @dataclass(frozen=True)
 class LayerCosts:
     """Seconds that a layer of a family costs beside its arithmetic: launches, waking threads, the conductor.
 
-    ``a_round``: of one row. ``a_row``: of each row of a long chunk, and ``a_pick`` of each of its picks. ``a_fetch``:
-    in a round, of each layer that reads files at all, and ``a_read`` of each expert read. ``a_load``: of each expert
-    that a prompt moves into the ring.
+    ``a_round``: of one row. ``a_row``: of each row of a long chunk, and ``a_pick`` of each of its picks. ``a_load``: of
+    each expert that a prompt moves into the ring.
     """
 
     a_round: float
     a_row: float
     a_pick: float
-    a_fetch: float
-    a_read: float
     a_load: float
 
 
 @dataclass(frozen=True)
+class FileCosts:
+    """Seconds that a layer takes longer than from memory, by the bytes of an expert and then how many of them it reads
+    from a file: what the page cache holds, and past it. ``drive`` None: nothing is read past the page cache here.
+    """
+
+    cached: Mapping[int, ByRows]
+    drive: Mapping[int, ByRows] | None
+
+
+@dataclass(frozen=True)
 class Rates:
-    """``layers`` by family."""
+    """``layers`` by family. ``file`` None: the drive had no room to measure it."""
 
     bandwidths: Bandwidths
     kernels: KernelRates
     layers: Mapping[str, LayerCosts]
+    file: FileCosts | None
 
 
 @dataclass(frozen=True)
@@ -62,6 +88,20 @@ class RatesKey:
     def path(self, folder: Path) -> Path:
         words = json.dumps(asdict(self), sort_keys=True)
         return folder / f"rates-{hashlib.sha256(words.encode()).hexdigest()[:12]}.json"
+
+
+def rates_key(threads: int) -> RatesKey:
+    """Of this machine and version with so many threads."""
+    return RatesKey(read_cpu_name(), isa(), threads, VERSION)
+
+
+def threads_asked(requested: Requested) -> int:
+    return pool.default_threads() if isinstance(requested.threads, str) else requested.threads
+
+
+def kept_rates(requested: Requested) -> Rates | None:
+    """What was measured of this machine by this version with as many threads; None where nothing was."""
+    return read_rates(find_home().calibration, rates_key(threads_asked(requested)))
 
 
 def write_rates(folder: Path, key: RatesKey, rates: Rates) -> Path:
@@ -83,7 +123,7 @@ def read_rates(folder: Path, key: RatesKey) -> Rates | None:
 
 
 def _from_table(table: Mapping[str, Any]) -> Rates:
-    kernels = table["kernels"]
+    kernels, file = table["kernels"], table["file"]
 
     def sizes(rates: Mapping[str, Mapping[str, float]]) -> dict[int, dict[int, float]]:
         return {int(size): {int(rows): rate for rows, rate in found.items()} for size, found in rates.items()}
@@ -96,4 +136,5 @@ def _from_table(table: Mapping[str, Any]) -> Rates:
             sizes(kernels["attention"]),
         ),
         {family: LayerCosts(**costs) for family, costs in table["layers"].items()},
+        None if file is None else FileCosts(sizes(file["cached"]), file["drive"] and sizes(file["drive"])),
     )

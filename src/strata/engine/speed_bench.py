@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from strata.benchmark_record import Record, measured
-from strata.engine.calibration import kept_rates, measure_rates
+from strata.engine.calibration import measure_rates
 from strata.engine.engine import Engine
 from strata.engine.forecast import Forecast, covers, forecast
 from strata.engine.models import open_model
 from strata.engine.plan_subject import PlanSubject, find_subject
+from strata.engine.rates import kept_rates
 from strata.engine.runtime import Runtime, kv_format
 from strata.errors import ConfigError
 from strata.kernels.bench import machine

@@ -1,4 +1,4 @@
-"""Measures what this machine's memory and drive give: reading RAM, copying it, reading files in large pieces.
+"""Measures what this machine's memory and drive give: reading RAM, copying it, reading files in pieces like experts.
 
 Lives in ``memory`` because page caches and direct reads are the operating system's. Each rate is the mean of many
 short passes, stalls left out: a round of a model is a sum of such. It must not know models; that pieces are as large as
@@ -15,30 +15,38 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from strata.kernels.cpu.checksum import checksum_at
 from strata.kernels.cpu.library import check, declare
 from strata.kernels.cpu.stager import Stager
+from strata.memory.stager_sizing import count_threads
 from strata.memory.system import system
 from strata.stats import steady_mean
 
-__all__ = ["PIECE_BYTES", "STAGER_THREADS", "Bandwidths", "measure_bandwidths", "measure_memory_read"]
+__all__ = [
+    "PIECE_BYTES",
+    "STAGER_THREADS",
+    "Bandwidths",
+    "choose_stager_threads",
+    "measure_bandwidths",
+    "measure_memory_read",
+    "scratch_file",
+]
 
 PIECE_BYTES = 2_764_800  # an expert of 640 x 2560 in NVFP4: 675 pages
-SEQUENTIAL_BYTES = 8 << 20
 # Memory is read and copied in parts of about a millisecond, one after another so that none is in a cache still.
 PART_BYTES = 16 << 20
 STAGER_THREADS = 4
 IN_FLIGHT = 16  # pieces that are under way at once, as many as the fewest staging buffers
+STAGER_STEPS = (4, 6, 8, 12, 16)  # threads that are tried for staging, from the rule's number on
+STAGER_GAIN = 1.03  # the least by which more threads must raise the staged rate
 LEAVE_FREE = 1 << 30  # of the drive
 
 
 @dataclass(frozen=True)
 class Bandwidths:
     """Bytes a second; ``memory_copy`` by ``STAGER_THREADS`` threads, ``single_copy`` by the one that asks for it, as a
-    device made of RAM copies; ``cached_read`` by threads that verify what they read.
+    device made of RAM copies. ``stager_threads``: as many as still make staging from RAM faster.
 
     None: not measured, because the drive has no room or does not read past its cache.
     """
@@ -46,20 +54,25 @@ class Bandwidths:
     memory_read: float
     memory_copy: float
     single_copy: float
-    cached_read: float | None
+    stager_threads: int
     mapped_read: float | None
-    drive_sequential: float | None
     drive_pieces: float | None
 
 
 def measure_bandwidths(
-    folder: Path, *, num_threads: int, sample: Path | None = None, size_bytes: int = 192 << 20, passes: int = 3
+    folder: Path,
+    *,
+    num_threads: int,
+    num_cpus: int,
+    sample: Path | None = None,
+    size_bytes: int = 192 << 20,
+    passes: int = 3,
 ) -> Bandwidths:
     """Reads and copies ``size_bytes`` of RAM, and as much of the file ``sample``, which is a model's own: it lies where
     the model lies, and as the system keeps it. Else of a file in ``folder``, which is removed again.
 
-    ``num_threads`` is the pool's, which must have been configured. ``size_bytes`` should be several times the last
-    cache. Raises ``MemoryError`` where RAM is short.
+    ``num_threads`` is the pool's, which must have been configured; ``num_cpus`` bounds the stager's. ``size_bytes``
+    should be several times the last cache. Raises ``MemoryError`` where RAM is short.
     """
     assert num_threads >= 1, "the pool of the native kernels is configured"
     pieces = size_bytes // PIECE_BYTES
@@ -73,8 +86,9 @@ def measure_bandwidths(
         read = _steady(_sum(source.address + at) for at in parts)
         copied = _steady(_copy(stager, target.address + at, source.address + at) for at in parts)
         alone = _steady(_copy_alone(target.address + at, source.address + at) for at in parts)
-        drive = _measure_drive(folder, sample, stager, source, target, passes)
-        return Bandwidths(read, copied, alone, *drive)
+        threads = choose_stager_threads(num_cpus, lambda number: _staged_rate(number, target, source, passes))
+        mapped, from_drive = _measure_drive(folder, sample, stager, source, target, passes)
+        return Bandwidths(read, copied, alone, threads, mapped, from_drive)
     finally:
         stager.close()
         source.free()
@@ -89,6 +103,29 @@ def measure_memory_read(*, size_bytes: int = 256 << 20, passes: int = 3) -> floa
         return _steady(_sum(region.address + at) for at in _parts(region.nbytes) * passes)
     finally:
         region.free()
+
+
+def choose_stager_threads(num_cpus: int, rate: Callable[[int], float]) -> int:
+    """Threads for staging from RAM: the rule's number, raised step by step while ``rate`` of it grows enough."""
+    chosen = count_threads(num_cpus)
+    best = 0.0
+    for number in (chosen, *(step for step in STAGER_STEPS if chosen < step <= num_cpus)):
+        found = rate(number)
+        if found < STAGER_GAIN * best:
+            break
+        chosen, best = number, found
+    return chosen
+
+
+def _staged_rate(num_threads: int, target: system.Region, source: system.Region, passes: int) -> float:
+    """Bytes a second that so many threads stage: all of ``source``, in pieces."""
+    pieces = [(at, PIECE_BYTES) for at in range(0, source.nbytes - PIECE_BYTES + 1, PIECE_BYTES)]
+    stager = Stager(num_threads)
+    try:
+        start = lambda at, n: stager.copy(target.address + at, source.address + at, n)  # noqa: E731
+        return _steady(_rate(len(pieces) * PIECE_BYTES, lambda: _run(stager, pieces, start)) for _ in range(passes))
+    finally:
+        stager.close()
 
 
 def _parts(nbytes: int) -> list[int]:
@@ -149,34 +186,23 @@ def _run(stager: Stager, parts: list[tuple[int, int]], start: Callable[[int, int
 
 def _measure_drive(
     folder: Path, sample: Path | None, stager: Stager, source: system.Region, target: system.Region, passes: int
-) -> tuple[float | None, float | None, float | None, float | None]:
-    """(through the page cache, where a mapping shows it, in large pieces past it, in pieces like experts past it)."""
-    size = source.nbytes // SEQUENTIAL_BYTES * SEQUENTIAL_BYTES
-    if sample is not None and sample.stat().st_size >= size:
-        return _measure_file(sample, stager, target, size, passes)
-    if shutil.disk_usage(folder).free < size + LEAVE_FREE:
-        return None, None, None, None
-    with _file(folder, source.address, size) as path:
-        return _measure_file(path, stager, target, size, passes)
+) -> tuple[float | None, float | None]:
+    """(where a mapping shows the page cache, in pieces like experts past it)."""
+    if sample is not None and sample.stat().st_size >= source.nbytes:
+        return _measure_file(sample, stager, target, passes)
+    with scratch_file(folder, source.address, source.nbytes) as path:
+        return (None, None) if path is None else _measure_file(path, stager, target, passes)
 
 
-def _measure_file(
-    path: Path, stager: Stager, target: system.Region, size: int, passes: int
-) -> tuple[float | None, float | None, float | None, float | None]:
-    """The four rates over pieces spread evenly over a file, as many as ``size`` bytes hold."""
-    number = size // PIECE_BYTES
+def _measure_file(path: Path, stager: Stager, target: system.Region, passes: int) -> tuple[float | None, float | None]:
+    """Both rates over pieces spread evenly over a file, as many as ``target`` holds."""
+    number = target.nbytes // PIECE_BYTES
     step = path.stat().st_size // number // system.PAGE_BYTES * system.PAGE_BYTES
     pieces = [(index * step, PIECE_BYTES) for index in range(number)]
     place = {at: target.address + index * PIECE_BYTES for index, (at, _) in enumerate(pieces)}
-    scattered = sorted(pieces, key=lambda part: hash(part[0] * 0x9E3779B1) & 0xFFFF)
-    blocks = [(at, SEQUENTIAL_BYTES) for at in range(0, size, SEQUENTIAL_BYTES)]
     plain = os.open(path, os.O_RDONLY)
     try:
         _run(stager, pieces, lambda at, n: stager.read(plain, at, place[at], n))  # into the cache
-        sums = {at: checksum_at(place[at], nbytes) for at, nbytes in pieces}
-        warm = lambda at, n: stager.read(plain, at, place[at], n, sums[at])  # noqa: E731
-        parts = [scattered[first : first + 8] for first in range(0, len(scattered) - 7, 8)] * passes
-        cached = _steady(_rate(len(part) * PIECE_BYTES, partial(_run, stager, part, warm)) for part in parts)
     finally:
         os.close(plain)
     mapping = system.map_file(path)
@@ -187,22 +213,21 @@ def _measure_file(
     try:
         direct = os.open(path, os.O_RDONLY | system.direct_read_flag())
     except OSError:  # a file system in RAM has no drive to read past its cache
-        return cached, mapped, None, None
+        return mapped, None
+    scattered = sorted(pieces, key=lambda part: hash(part[0] * 0x9E3779B1) & 0xFFFF)
     try:
-        in_blocks = _rate(
-            size, lambda: _run(stager, blocks, lambda at, n: stager.read(direct, at, target.address + at, n))
-        )
-        in_pieces = _rate(
-            number * PIECE_BYTES, lambda: _run(stager, scattered, lambda at, n: stager.read(direct, at, place[at], n))
-        )
-        return cached, mapped, in_blocks, in_pieces
+        read = lambda at, n: stager.read(direct, at, place[at], n)  # noqa: E731
+        return mapped, _rate(number * PIECE_BYTES, lambda: _run(stager, scattered, read))
     finally:
         os.close(direct)
 
 
 @contextmanager
-def _file(folder: Path, address: int, nbytes: int) -> Iterator[Path]:
-    """A file of these bytes on the drive, gone afterwards."""
+def scratch_file(folder: Path, address: int, nbytes: int) -> Iterator[Path | None]:
+    """A file of these bytes on the drive, gone afterwards; None where the drive would be left too little room."""
+    if shutil.disk_usage(folder).free < nbytes + LEAVE_FREE:
+        yield None
+        return
     path = folder / f".bandwidth-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         with path.open("wb") as handle:

@@ -111,6 +111,7 @@ class MemoryRequest:
     ring_slots: int | None = None  # STRATA_PREFILL_RING
     fused_kernels: bool = False
     stager_threads: int | None = None  # STRATA_STAGER_THREADS
+    measured_threads: int | None = None  # of the stager, where this machine was measured
     stager_buffers: int | None = None  # STRATA_STAGER_RING
     stage_resident: bool | None = None  # STRATA_STAGE_RESIDENT: True the new sizing, False the old one
     adapt_every: int = 0  # rounds between adaptations of the cache; 0: never

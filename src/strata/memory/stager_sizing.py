@@ -12,7 +12,7 @@ from typing import Literal
 
 from strata.memory.requests import MemoryRequest, RamMode
 
-__all__ = ["StagerSizing", "size_stager"]
+__all__ = ["StagerSizing", "count_threads", "size_stager"]
 
 RING_SLOTS = 384
 RING_SLOTS_FUSED = 1024
@@ -32,6 +32,11 @@ class StagerSizing:
     reason: str
 
 
+def count_threads(num_cpus: int) -> int:
+    """Threads that stage from RAM on a machine that was not measured."""
+    return max(4, min(8, num_cpus // 4))
+
+
 def size_stager(request: MemoryRequest, mode: RamMode, *, unpinned_share: float) -> StagerSizing:
     """Sizes for a share (0..1) of expert bytes outside VRAM that no page-locked range holds."""
     source: Literal["RAM", "files"] = "RAM" if mode in ("arena", "resident") else "files"
@@ -43,7 +48,9 @@ def size_stager(request: MemoryRequest, mode: RamMode, *, unpinned_share: float)
     if wide and source == "files":
         ring, reason = RING_SLOTS_FILES, "bytes come from files"
     elif wide:
-        threads, buffers, reason = max(4, min(8, request.num_cpus // 4)), 64, "bytes come from RAM"
+        threads, buffers, reason = count_threads(request.num_cpus), 64, "bytes come from RAM"
+        if request.measured_threads is not None and request.measured_threads > threads:
+            threads, reason = request.measured_threads, "bytes come from RAM, threads as measured"
     overrides = [
         name
         for name, value in (
