@@ -99,6 +99,13 @@ def test_a_card_is_shown_with_what_cuda_says_of_it(monkeypatch: pytest.MonkeyPat
     assert len(fake.compiled) == 1
 
 
+def test_the_room_for_page_locking_is_that_of_the_adapter_that_has_least() -> None:
+    two = dataclasses.replace(WITH_CARD, pin_rooms=(40 * GIB, 30 * GIB))
+    assert "below the 30.00 GiB" in find(two)["page-locking"][0].text
+    assert "least of 2 adapters" in find(two)["page-locking"][0].text
+    assert "budget" not in find(WITH_CARD)["page-locking"][0].text
+
+
 def test_a_card_that_cannot_be_used_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeCuda(driver_version=12080).install(monkeypatch)
     cuda = find(WITH_CARD)["CUDA"][0]

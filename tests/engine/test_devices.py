@@ -143,5 +143,7 @@ def test_another_program_took_the_memory(fake: FakeCuda, device: CudaDevice) -> 
 def test_what_is_planned_for(fake: FakeCuda, options: dict[str, object], free: int, is_capped: bool) -> None:
     room = plan_room(asked(**options), MACHINE)
     assert (room.kind, room.free_bytes, room.is_capped) == ("cuda", free, is_capped)
+    is_here = options.get("device") != "cuda:3"
+    assert room.pin_rooms == (MACHINE.pin_rooms if is_here else ())
     assert plan_room(asked(device="cpu"), MACHINE).kind == "cpu"
     assert plan_room(asked(), NO_CARD).kind == "cpu"

@@ -131,6 +131,10 @@ def _find_locking(machine: Machine, around: Surroundings) -> Iterator[Finding]:
         yield Finding("memory lock", f"{text}: {around.lock_refusal}", "note", f"a copy may be swapped out; {hint}")
     if machine.gpus:
         text = "of what a card reads, path 1 is tried first, then 2 and 3; the log says which was taken"
+        if machine.pin_rooms:
+            smallest = "" if len(machine.pin_rooms) == 1 else f", the least of {len(machine.pin_rooms)} adapters"
+            room = format_bytes(min(machine.pin_rooms))
+            text += f"; auto stops below the {room} that the shared-memory budget leaves{smallest}"
     else:
         rest = "locked in RAM" if all_of_it else "locked in RAM where the limit allows it"
         text = f"none: no device here reads RAM by itself, the expert copy is ordinary memory, {rest}"

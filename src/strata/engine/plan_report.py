@@ -146,7 +146,8 @@ def plan_room(requested: Requested, machine: Machine) -> DeviceRoom:
     if index < len(machine.gpus):
         free = machine.gpus[index].memory_free
         is_capped = cap is not None and (is_named or cap < free)
-        return DeviceRoom("cuda", cap if cap is not None and is_capped else free, is_capped=is_capped)
+        room = cap if cap is not None and is_capped else free
+        return DeviceRoom("cuda", room, pin_rooms=machine.pin_rooms, is_capped=is_capped)
     if cap is None:
         raise ConfigError(
             f"--device {requested.device}: {len(machine.gpus)} NVIDIA cards were found here",
