@@ -14,7 +14,7 @@ from pathlib import Path
 
 from strata.benchmark_record import record_path
 from strata.errors import StrataError
-from strata.kernels.bench import bench_kernels
+from strata.kernels.bench import bench_kernels, describe
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -42,9 +42,7 @@ def main() -> int:
     except StrataError as error:
         print(f"strata: error: {error}", file=sys.stderr)
         return error.exit_status
-    for name, figure in record.figures.items():
-        share = f", {figure.percent} % of {figure.ceiling:.2f}" if figure.ceiling else ""
-        print(f"{name}: {figure.value:.2f} {figure.unit}{share}")
+    print("\n".join(describe(record)))
     print(record.line())
     return 0
 

@@ -102,9 +102,7 @@ def bench_kernels(requested: Requested, gib: float, repeats: int) -> Record:
     command = f"strata bench kernels --gib {gib:g} --repeats {repeats}"
     command += "" if threads is None else f" --threads {threads}"
     record = bench.bench_kernels(gib=gib, threads=threads, repeats=repeats, command=command)
-    for name, figure in record.figures.items():
-        share = f", {figure.percent} % of a plain sum's {figure.ceiling:.2f}" if figure.ceiling else ""
-        print(f"{name}: {figure.value:.2f} {figure.unit}{share}")
+    print("\n".join(bench.describe(record)))
     return record
 
 

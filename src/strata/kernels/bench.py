@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +24,10 @@ from strata.kernels.cpu import library, pool
 from strata.kernels.cpu.experts import ExpertKernel, ExpertTasks, group_picks
 from strata.quant import ExpertFormat, ExpertLayout
 
-__all__ = ["EXPERTS_PER_CALL", "ExpertsInMemory", "bench_kernels", "kernel_pass", "machine"]
+__all__ = ["EXPERTS_PER_CALL", "ExpertsInMemory", "bench_kernels", "describe", "kernel_pass", "machine"]
 
 _HUGE = 2 << 20
+_GIB = 1 << 30
 EXPERTS_PER_CALL = 8
 """Experts of one call, about the picks of a token in one layer."""
 
@@ -110,6 +111,42 @@ def kernel_pass(
     return run
 
 
+def _measure(experts: ExpertsInMemory, kernels: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Figure]:
+    """The figures of ``bench_kernels`` but for names that the caller gives."""
+    bytes_of = experts.blobs.reshape(-1)
+    sums = {"plain_sum": bytes_of} | ({"plain_sum_1gib": bytes_of[:_GIB]} if bytes_of.size > _GIB else {})
+    works = {name: (memory.size, _sum(memory)) for name, memory in sums.items()}
+    works |= {name: (experts.count * experts.layout.payload_bytes, work) for name, work in kernels.items()}
+    rates: dict[str, list[float]] = {name: [] for name in works}
+    busy = {name: np.zeros(pool.threads()) for name in works}
+    with pool.measure_busy() as seconds:
+        for _ in range(repeats):
+            for name, (nbytes, work) in works.items():
+                before = np.array(seconds())
+                rates[name].append(_rate(nbytes, work))
+                busy[name] += np.array(seconds()) - before
+    best = {name: round(max(values), 2) for name, values in rates.items()}
+    figures = {}
+    for name, values in rates.items():
+        ceiling = best["plain_sum"] if name in kernels else None
+        least = round(min(values), 2)
+        figures[name] = Figure(best[name], "GB/s", ceiling=ceiling, min=least, max=best[name], runs=repeats)
+    for name in kernels:
+        share = 100 * busy[name] / busy[name].mean()
+        for end, value in (("least", share.min()), ("most", share.max())):
+            figures[f"{name}_{end}_busy"] = Figure(round(float(value), 1), "% of the mean thread", runs=repeats)
+    return figures
+
+
+def describe(record: Record) -> list[str]:
+    """A line for each figure."""
+    lines = []
+    for name, figure in record.figures.items():
+        share = f", {figure.percent} % of a plain sum's {figure.ceiling:.2f}" if figure.ceiling else ""
+        lines.append(f"{name}: {figure.value:.2f} {figure.unit}{share}")
+    return lines
+
+
 def bench_kernels(
     *,
     gib: float = 4.0,
@@ -124,8 +161,10 @@ def bench_kernels(
     """Rates in GB/s of weights read, each expert of ``gib`` GiB once a pass, best of ``repeats`` interleaved passes.
 
     Figures ``cpu_expert_kernel`` (1 row), ``cpu_expert_kernel_4rows`` and so on, each with the ceiling: the best plain
-    sum over the same bytes with the same threads; ``min`` and ``max`` are over the passes. (Re)starts the thread pool.
-    Raises ``ConfigError`` if the experts do not fit in the RAM that is free.
+    sum over the same bytes with the same threads, which is ``plain_sum``. ``plain_sum_1gib`` is that of the first GiB,
+    because on some machines it depends on the size. ``min`` and ``max`` are over the passes. ``<kernel>_least_busy``
+    and ``_most_busy``: how long the least and the most busy thread worked in all passes of a kernel, in percent of the
+    mean. (Re)starts the thread pool. Raises ``ConfigError`` if the experts do not fit in the RAM that is free.
     """
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
     if not gib > 0 or repeats < 1 or not rows or min(rows) < 1:
@@ -134,21 +173,9 @@ def bench_kernels(
         raise ConfigError(f"{gib:.1f} GiB of experts asked, {free:.1f} GiB of RAM are free", "pass a smaller --gib")
     used = pool.configure(threads)
     layout = ExpertLayout(hidden, intermediate, format)
-    experts = ExpertsInMemory(layout, huge_pages(max(int(gib * 2**30), EXPERTS_PER_CALL * layout.blob_bytes)))
-    read = experts.count * experts.layout.payload_bytes
-    works = {"sum": (experts.blobs.size, _sum(experts.blobs))}
-    works |= {str(count): (read, kernel_pass(experts, count)) for count in rows}
-    rates: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(repeats):
-        for name, (nbytes, work) in works.items():
-            rates[name].append(_rate(nbytes, work))
-    ceiling = max(rates.pop("sum"))
-    figures = {
-        "cpu_expert_kernel" + ("" if name == "1" else f"_{name}rows"): Figure(
-            round(max(values), 2), "GB/s", ceiling=round(ceiling, 2), min=round(min(values), 2),
-            max=round(max(values), 2), runs=len(values),
-        )
-        for name, values in rates.items()
-    }  # fmt: skip
+    count = max(-(-int(gib * 2**30) // layout.blob_bytes), EXPERTS_PER_CALL)  # no less than was asked
+    experts = ExpertsInMemory(layout, huge_pages(count * layout.blob_bytes))
+    kernels = {"cpu_expert_kernel" + ("" if n == 1 else f"_{n}rows"): kernel_pass(experts, n) for n in rows}
+    figures = _measure(experts, kernels, repeats)
     details = {"threads": used, "experts_gib": round(experts.blobs.size / 2**30, 2), "format": format}
     return Record(command, machine() | details, figures)
