@@ -3,7 +3,8 @@
     python benchmarks/forecasts.py --machine cpu2
 
 Makes a random model of real widths, then in each loop measures the machine and runs every placement, so that a busy
-moment meets rates and runs alike. A figure is measured over predicted, 1 being right. Prints one JSON line.
+moment meets rates and runs alike. A figure is what was measured, or that over what was predicted, 1 being right. Prints
+one JSON line.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def make_model(folder: Path) -> Path:
 def run(pack: Path, arms: list[str], loops: int, runs: int) -> dict[str, Figure]:
     asked = Requested(model=str(pack), max_context=1024, prefill=Prefill(PROMPT, is_auto=False))
     subject = find_subject(asked.model, kv_format(asked))
-    ratios: dict[str, list[float]] = {f"{kind}_{arm}": [] for kind in ("decode", "prompt") for arm in arms}
+    names = [f"{kind}_{arm}" for kind in ("decode", "prompt") for arm in arms]
+    ratios: dict[str, list[float]] = {name: [] for name in names}
+    rates_found: dict[str, list[float]] = {name: [] for name in names}
     spans = []
     for _ in range(loops):
         began = time.perf_counter()
@@ -79,12 +82,14 @@ def run(pack: Path, arms: list[str], loops: int, runs: int) -> dict[str, Figure]
                 ("decode", found.decode, found.expected.decode_rate_over(DECODE), found.expected.decode_parts),
                 ("prompt", found.prompt, found.expected.prompt_rate, found.expected.prompt_parts),
             ):
-                ratio = statistics.median(speeds) / predicted
-                ratios[f"{kind}_{arm}"].append(ratio)
+                speed = statistics.median(speeds)
+                rates_found[f"{kind}_{arm}"].append(speed)
+                ratios[f"{kind}_{arm}"].append(speed / predicted)
                 where = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in parts.items() if seconds)
-                said = f"{kind} {arm}: {statistics.median(speeds):.4g} tok/s, predicted {predicted:.4g}: {ratio:.2f}"
+                said = f"{kind} {arm}: {speed:.4g} tok/s, predicted {predicted:.4g}: {speed / predicted:.2f}"
                 print(f"{said} (ms: {where})", flush=True)
     figures = {f"{name}_over_predicted": measured(found, "ratio") for name, found in ratios.items()}
+    figures |= {name: measured(found, "tok/s") for name, found in rates_found.items()}
     return {**figures, "calibration": measured(spans, "s")}
 
 
