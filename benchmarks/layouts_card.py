@@ -101,7 +101,7 @@ class Experts:
 
     @property
     def stride(self) -> int:
-        return self.bytes_of["beside"].shape[1]
+        return int(self.bytes_of["beside"].shape[1])
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ def test_what_is_no_padding_is_what_unpack_reads(format: ExpertFormat) -> None:
         after = packed.layout.unpack(poison(packed.layout, blobs, 0xFF), torch.from_numpy(packed.scales))
         for one, other in zip(before, after, strict=True):
             assert torch.equal(one.codes.view(torch.uint8), other.codes.view(torch.uint8))
-            assert one.scales is None or torch.equal(one.scales, other.scales)
+            assert (one.scales is None) == (other.scales is None)
+            assert one.scales is None or other.scales is None or torch.equal(one.scales, other.scales)
 
 
 def poisoned(packed: Packed, byte: int) -> None:
