@@ -237,7 +237,7 @@ class _Arithmetic:
         # Of what the drive brings, all but the first turn of readers arrives while earlier experts are computed.
         later = max(0.0, 1 - readers / max(1.0, picked * places.drive))
         more_rows = max(0.0, computing - layers * picked * self._expert(1))
-        beside = computing * places.memory + more_rows * places.drive * later
+        beside = computing * places.memory + min(more_rows * places.drive, reading) * later
         return copying + reading - min(beside, reading + idle * copying)
 
     def _reading(self, picked: float, share: float, *, past_cache: bool) -> float:
