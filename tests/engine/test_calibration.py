@@ -10,6 +10,8 @@ import pytest
 
 from strata.config import Requested
 from strata.engine import calibration, file_costs, layer_costs
+from strata.engine.plan_report import plan_subject
+from strata.engine.plan_subject import find_subject
 from strata.engine.rates import FileCosts, LayerCosts, Rates, kept_rates, read_rates, write_rates
 from strata.errors import CheckpointError
 from strata.experts.source import BlobPlace
@@ -17,6 +19,7 @@ from strata.kernels import rates as kernel_rates
 from strata.kernels.cpu import pool
 from strata.kernels.cpu.checksum import checksum
 from strata.memory import bandwidth
+from strata.memory.probe import Machine
 from strata.paths import find_home
 from strata.quant import ExpertLayout
 from tests.engine.test_forecast import BANDWIDTHS, FREE, KERNELS, RATES
@@ -136,3 +139,17 @@ def test_measuring_keeps_what_was_known_of_other_models(monkeypatch: pytest.Monk
     assert found.layers == {"qwen3_moe": FREE, **other.layers}
     assert kept_rates(requested) == found
     assert kept_rates(dataclasses.replace(requested, threads=1)) is None
+
+
+def test_plans_take_the_threads_of_staging_that_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STRATA_HOME", str(tmp_path))
+    requested = Requested(model="flash-next", threads=2)
+    subject = find_subject("flash-next", "bf16")
+    machine = Machine("", 16, 256 << 30, 256 << 30, "free RAM", None, (), ())
+    assert plan_subject(subject, requested, machine).stager.num_threads == 4
+    found = dataclasses.replace(RATES, bandwidths=dataclasses.replace(BANDWIDTHS, stager_threads=12))
+    monkeypatch.setattr(calibration, "_measure", lambda *_: found)
+    calibration.measure_rates(requested)
+    assert plan_subject(subject, requested, machine).stager.num_threads == 12
+    asked = dataclasses.replace(requested, stager_threads=3)
+    assert plan_subject(subject, asked, machine).stager.num_threads == 3
