@@ -12,7 +12,7 @@ from strata.config import Requested
 from strata.engine import calibration, file_costs, layer_costs
 from strata.engine.plan_report import plan_subject
 from strata.engine.plan_subject import find_subject
-from strata.engine.rates import FileCosts, LayerCosts, Rates, kept_rates, read_rates, write_rates
+from strata.engine.rates import FileCosts, LayerCosts, Rates, kept_rates, rates_key, read_rates, write_rates
 from strata.errors import CheckpointError
 from strata.experts.source import BlobPlace
 from strata.kernels import rates as kernel_rates
@@ -104,7 +104,7 @@ def test_a_full_drive_leaves_the_file_unmeasured(tmp_path: Path, monkeypatch: py
 
 
 def test_rates_of_a_file_are_kept_as_they_were_found() -> None:
-    key = calibration.rates_key(2)
+    key = rates_key(2)
     for file in (None, FileCosts({100: {1: 0.5, 2: 0.75}}, None), FileCosts({100: {1: 0.5}}, {100: {1: 2.0}})):
         rates = dataclasses.replace(RATES, file=file)
         write_rates(find_home().make(find_home().calibration), key, rates)
