@@ -144,5 +144,6 @@ def test_a_card_says_that_it_streams_no_prompt_and_what_it_reads() -> None:
     windows = "on a card prompts run as decode windows and stream nothing"
     for name in ("prefill", "prefill_borrow", "prefill_ring", "prefill_cpu_share"):
         assert found[name] == Effect(name, False, windows)
-    assert found["pcie_frac"] == Effect("pcie_frac", True, "auto: the CPU computes every miss")
+    by_rates = "auto: the card reads the link's part of what link and RAM give together, measured while loading"
+    assert found["pcie_frac"] == Effect("pcie_frac", True, by_rates)
     assert effects(**options, pcie_frac=0.4)["pcie_frac"].why == "the card reads 40 %"

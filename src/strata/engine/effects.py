@@ -104,7 +104,8 @@ def _sharing_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
         return [*found, Effect("pcie_frac", False, why), Effect("pcie_balance", False, why)]
     counted = "all misses of a layer count" if requested.pcie_balance else "a fixed share of the page-locked misses"
     fraction = requested.pcie_frac
-    reads = "auto: the CPU computes every miss" if isinstance(fraction, str) else f"the card reads {100 * fraction:g} %"
+    by_rates = "auto: the card reads the link's part of what link and RAM give together, measured while loading"
+    reads = by_rates if isinstance(fraction, str) else f"the card reads {100 * fraction:g} %"
     return [*found, Effect("pcie_frac", True, reads), Effect("pcie_balance", True, counted)]
 
 

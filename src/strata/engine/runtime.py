@@ -19,6 +19,7 @@ import torch
 from strata.checkpoint.pack_writer import Progress
 from strata.config import Requested
 from strata.engine.devices import RoundDevice, card_room, choose_card, hold_to_plan, named_refusals, open_device
+from strata.engine.link_share import choose_link_share
 from strata.engine.models import OpenModel
 from strata.engine.planning import choose_chunk_rows, choose_context, device_room, memory_request
 from strata.engine.sequence import HostSequence, TokenSequence
@@ -151,6 +152,7 @@ class Runtime:
             for line in plan.lines():
                 logger.debug(line)
             threads = pool.configure(None if isinstance(requested.threads, str) else requested.threads)
+            link_share = choose_link_share(requested, device)  # before memory is taken: measuring needs some
             weights: Weights = opened.dense(on_progress)
             if device is None:
                 # The device holds the slots and nothing else here, so its cap is exactly what the plan gives them.
@@ -161,7 +163,7 @@ class Runtime:
                 with named_refusals(device, "the dense weights"):
                     backend, weights = device.backend, on_device(weights, device)
             model = opened.family.build(opened.config, weights)
-            experts = cls._open_experts(opened, requested, plan, backend, injection, on_progress)
+            experts = cls._open_experts(opened, requested, plan, backend, link_share, injection, on_progress)
             owned.callback(experts.close)
             rounds = None
             if device is not None:
@@ -181,6 +183,7 @@ class Runtime:
         requested: Requested,
         plan: ResolvedPlan,
         backend: Backend,
+        link_share: float,
         injection: FaultInjection | None,
         on_progress: Progress | None,
     ) -> ExpertSystem:
@@ -195,7 +198,7 @@ class Runtime:
             ExpertKernel(layout),
             backend,
             heat=None if profile is None else profile.heat(requested.adapt_every),
-            pcie_fraction=0.0 if isinstance(requested.pcie_frac, str) else requested.pcie_frac,
+            pcie_fraction=link_share,
             pcie_balance=requested.pcie_balance,
             injection=injection,
             progress=tell,

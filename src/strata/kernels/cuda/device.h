@@ -34,11 +34,17 @@ __device__ __forceinline__ int dot_mixed(unsigned signed_bytes, unsigned unsigne
     return c;
 }
 
-__device__ __forceinline__ unsigned load_acquire(const unsigned* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+__device__ __forceinline__ uint2 load_pair_acquire(const unsigned* at) {
+    const unsigned long long both = __atomic_load_n(reinterpret_cast<const unsigned long long*>(at), __ATOMIC_ACQUIRE);
+    return make_uint2(static_cast<unsigned>(both), static_cast<unsigned>(both >> 32));
+}
 __device__ __forceinline__ unsigned load_relaxed(const unsigned* at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }
 __device__ __forceinline__ void store_release(unsigned* at, unsigned value) {
     __atomic_store_n(at, value, __ATOMIC_RELEASE);
 }
+
+__device__ __forceinline__ unsigned hear(const unsigned* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+__device__ __forceinline__ void tell(unsigned* at, unsigned value) { store_release(at, value); }
 
 __device__ __forceinline__ unsigned long long nanoseconds() {
     timespec now;
@@ -102,10 +108,10 @@ __device__ __forceinline__ void prefetch_run(const unsigned char* at, unsigned b
 }
 
 // Words shared with the host (system scope).
-__device__ __forceinline__ unsigned load_acquire(const unsigned* at) {
-    unsigned value;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-    return value;
+__device__ __forceinline__ uint2 load_pair_acquire(const unsigned* at) {  // at: a multiple of 8
+    unsigned long long both;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(both) : "l"(at) : "memory");
+    return make_uint2(static_cast<unsigned>(both), static_cast<unsigned>(both >> 32));
 }
 __device__ __forceinline__ unsigned load_relaxed(const unsigned* at) {
     unsigned value;
@@ -114,6 +120,16 @@ __device__ __forceinline__ unsigned load_relaxed(const unsigned* at) {
 }
 __device__ __forceinline__ void store_release(unsigned* at, unsigned value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(at), "r"(value) : "memory");
+}
+
+// Words in device memory that one block of a launch writes for the others.
+__device__ __forceinline__ unsigned hear(const unsigned* at) {
+    unsigned value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+__device__ __forceinline__ void tell(unsigned* at, unsigned value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" : : "l"(at), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ unsigned long long nanoseconds() {

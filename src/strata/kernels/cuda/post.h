@@ -20,7 +20,7 @@ struct RoundState {
     unsigned base;     // number of the first exchange
     unsigned aborted;  // kAborted..., sticky until the next round
     int aborted_layer;
-    unsigned unused;
+    unsigned told;  // number of the exchange whose answer is there
     unsigned long long deadline;
     unsigned long long hits, aliases, others;
 };
@@ -190,13 +190,34 @@ struct LayerTables {
     float scales[kMostExperts][3];
 };
 
-__device__ __forceinline__ void read_tables(const PostShape& shape, const PostTables& tables, LayerTables& layer) {
+// Returns whether one of the experts that the thread read has no slot.
+__device__ __forceinline__ bool read_tables(const PostShape& shape, const PostTables& tables, LayerTables& layer) {
     const long long first = static_cast<long long>(shape.layer) * shape.num_experts;
+    bool some = false;
     for (int e = threadIdx.x; e < shape.num_experts; e += blockDim.x) {
-        layer.where[e] = tables.where[first + e];
+        some |= (layer.where[e] = tables.where[first + e]) == 0;
         layer.alias[e] = tables.alias[first + e];
         for (int i = 0; i < 3; ++i) layer.scales[e][i] = tables.scales[3 * (first + e) + i];
     }
+    return some;
+}
+
+// The rows of x to the host's memory, by the block's threads from `first` on; nobody waits here until they are there.
+__device__ __forceinline__ void mail_rows(const PostShape& shape, const float* x, float* to, int first) {
+    constexpr int kBatch = 5;  // pieces of a thread that are under way at once
+    const int count = shape.rows * shape.hidden, step = blockDim.x - first, begin = threadIdx.x - first;
+    if (begin < 0) return;
+    const int pieces = shape.hidden % 4 == 0 ? count / 4 : 0;
+    for (int at = begin; at < pieces; at += kBatch * step) {
+        float4 held[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+            if (at + i * step < pieces) held[i] = reinterpret_cast<const float4*>(x)[at + i * step];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+            if (at + i * step < pieces) reinterpret_cast<float4*>(to)[at + i * step] = held[i];
+    }
+    for (int i = pieces * 4 + begin; i < count; i += step) to[i] = x[i];
 }
 
 __device__ __forceinline__ int class_of_pick(const PostShape& shape, const PostTables& tables, long long flat) {
@@ -291,8 +312,13 @@ __device__ void post(const PostShape& shape, const PostTables& tables, const Pos
     __shared__ int cpu[2];  // tasks, picks
     const int p = threadIdx.x;
     const bool is_one = shape.rows == 1 && shape.top_k <= strata::rows::kBlockPicks && shape.num_experts <= kMostExperts;
-    if (is_one) read_tables(shape, tables, layer);
+    const bool may_miss = __syncthreads_or(is_one && read_tables(shape, tables, layer)) != 0;
     device::wait_for_previous();
+    // The row is on its way to the host while the picks are found, by warps that do not look for them if there are any. Of
+    // a round that was given up the CPU may still read what it was given last.
+    const unsigned aborted = *static_cast<const volatile unsigned*>(&state->aborted);  // under way; used late
+    const int lookers = blockDim.x > strata::rows::kChunks * 32 ? strata::rows::kChunks * 32 : 0;
+    if (may_miss && p >= lookers && aborted == 0) mail_rows(shape, x, mail.x, lookers);
     if (is_one) {
         int expert = 0;
         if (router.logits != nullptr) {
@@ -310,23 +336,16 @@ __device__ void post(const PostShape& shape, const PostTables& tables, const Pos
         }
     } else {
         split_rows(shape, tables, list, mail, router, state, cpu);
+        __syncthreads();
+        if (cpu[0] != 0 && aborted == 0) mail_rows(shape, x, mail.x, 0);
     }
     __syncthreads();
-    if (cpu[0] == 0 || state->aborted != 0) return;
-    const int count = shape.rows * shape.hidden;
-    if (shape.hidden % 4 == 0)
-        for (int i = threadIdx.x; i < count / 4; i += blockDim.x)
-            reinterpret_cast<float4*>(mail.x)[i] = reinterpret_cast<const float4*>(x)[i];
-    else
-        for (int i = threadIdx.x; i < count; i += blockDim.x) mail.x[i] = x[i];
-    __threadfence_system();
-    __syncthreads();
-    if (p != 0) return;
+    if (p != 0 || cpu[0] == 0 || aborted != 0) return;
     mail.box->layer = shape.layer;
     mail.box->num_tasks = cpu[0];
     mail.box->num_picks = cpu[1];
     mail.box->num_rows = shape.rows;
-    __threadfence_system();
+    // Releases what all threads wrote before the barrier.
     device::store_release(&mail.box->posted, state->base + static_cast<unsigned>(shape.exchange) + 1u);
 }
 

@@ -28,6 +28,7 @@ extern "C" __global__ void begin(const int* host, int* inputs, int count, RoundS
         state->base = static_cast<unsigned>(host[0]) * static_cast<unsigned>(exchanges + 1);
         state->aborted = 0;
         state->aborted_layer = -1;
+        state->told = state->base;
         state->deadline =
             device::nanoseconds() + static_cast<unsigned long long>(static_cast<unsigned>(host[1])) * 1000ull;
     }
@@ -69,70 +70,99 @@ struct CombineShape {
     int hidden, top_k, layer, exchange;
 };
 
-// Waits for the CPU's part of the layer; thread 0 of a block. Returns false when the round is given up.
+// Waits for the CPU's part of the layer, as the launch's only thread that does, and tells the others in device memory:
+// readings of one word of the host's memory follow one another, each about a microsecond after the last, so forty blocks
+// that look at it would learn of the answer one by one. Returns false when the round is given up.
 __device__ bool await_answer(const CombineShape& shape, StrataMailbox* box, RoundState* state) {
     const unsigned wanted = state->base + static_cast<unsigned>(shape.exchange) + 1u;
     volatile unsigned* aborted = &state->aborted;
     for (;;) {
-        if (device::load_acquire(&box->done) == wanted) return true;
+        const uint2 answer = device::load_pair_acquire(&box->done);  // done, abort
+        if (answer.x == wanted) {
+            device::tell(&state->told, wanted);
+            return true;
+        }
         if (*aborted != 0) return false;
-        const bool stopped = device::load_acquire(&box->abort) != 0;
+        const bool stopped = answer.y != 0;
         if (stopped || device::nanoseconds() > state->deadline) {
-            *aborted = stopped ? kAbortedByHost : kAbortedByDeadline;
             state->aborted_layer = shape.layer;
+            device::tell(&state->aborted, stopped ? kAbortedByHost : kAbortedByDeadline);
             return false;
         }
         device::pause();
     }
 }
 
+// The same in another block: that one looks until the deadline at most, and says either.
+__device__ bool await_told(const CombineShape& shape, RoundState* state) {
+    const unsigned wanted = state->base + static_cast<unsigned>(shape.exchange) + 1u;
+    for (;;) {
+        if (device::hear(&state->told) == wanted) return true;
+        if (device::hear(&state->aborted) != 0) return false;
+        device::pause();
+    }
+}
+
 // y[row] = sum over k, in order, by fused multiply-add from zero, of weights[row, k] * part[row, k]; a part is the GPU's
-// own or lies in the mailbox. Grid (rows, blocks).
+// own or lies in the mailbox. Grid (rows, blocks): the first block is the one that waits for the host.
+//
+// Must be the second launch after gate and up, which let others start only when the launch before them is complete: what
+// that one wrote, who computes which pick and the weights, is there when this one starts.
 extern "C" __global__ void combine(CombineShape shape, StrataMailbox* box, RoundState* state,
                                    const unsigned char* by_cpu, const float* parts, const float* mailed,
                                    const unsigned char* mailed_flags, const float* weights, float* y,
                                    unsigned char* flags, const device::Ahead ahead, const device::Ahead idle) {
     constexpr int kBatch = 10;
-    __shared__ int some, answered;
+    __shared__ int some, answered;  // in the first block of any row, elsewhere of its own
     __shared__ unsigned char by_pick[kMostPicks];
-    const int row = blockIdx.x, k = shape.top_k;
+    __shared__ float weight_of[kMostPicks];
+    const int row = blockIdx.x, k = shape.top_k, rows = gridDim.x;
+    const bool asks = blockIdx.x == 0 && blockIdx.y == 0;
     device::let_next_start();
     device::bring(ahead);
-    device::wait_for_previous();
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     const bool only_brings = static_cast<int>(blockIdx.y * blockDim.x) >= shape.hidden;
     if (threadIdx.x < 32) {
         int mine = 0;
-        for (int part = threadIdx.x; part < k; part += 32) mine |= by_pick[part] = by_cpu[row * k + part];
+        for (int part = threadIdx.x; part < k; part += 32) {
+            mine |= by_pick[part] = by_cpu[row * k + part];
+            weight_of[part] = weights[row * k + part];
+        }
+        if (asks)
+            for (int part = k + threadIdx.x; part < rows * k; part += 32) mine |= by_cpu[part];
         some = __any_sync(0xFFFFFFFFu, mine);
     }
     __syncthreads();
     if (some != 0) device::bring(idle);  // the CPU takes longer than that
+    if (!only_brings && threadIdx.x == 0)
+        answered = some != 0 && (asks ? await_answer(shape, box, state) : await_told(shape, state));
+    device::wait_for_previous();
     if (only_brings) return;
-    if (threadIdx.x == 0) answered = some != 0 && await_answer(shape, box, state);
     __syncthreads();
-    if (answered && threadIdx.x == 0 && mailed_flags[row] != 0) flags[row] = 1;
-    if (i >= shape.hidden) return;
-    float total = 0.0f;
-    for (int first = 0; first < k; first += kBatch) {  // a batch of parts is under way at once
-        float value[kBatch], weight[kBatch];
+    // By the first block too, for the same reason; nobody waits for it before the sum.
+    const bool reads_flag = asks && answered && static_cast<int>(threadIdx.x) < rows;
+    const unsigned char mailed_flag = reads_flag ? mailed_flags[threadIdx.x] : 0;
+    if (i < shape.hidden) {
+        float total = 0.0f;
+        for (int first = 0; first < k; first += kBatch) {  // a batch of parts is under way at once
+            float value[kBatch];
 #pragma unroll
-        for (int part = 0; part < kBatch; ++part) {
-            if (first + part >= k) break;
-            const int pick = row * k + first + part;
-            const bool is_mailed = by_pick[first + part] != 0;
-            weight[part] = weights[pick];
-            value[part] = 0.0f;
-            if (!is_mailed || answered)
-                value[part] = (is_mailed ? mailed : parts)[static_cast<long long>(pick) * shape.hidden + i];
+            for (int part = 0; part < kBatch; ++part) {
+                if (first + part >= k) break;
+                const bool is_mailed = by_pick[first + part] != 0;
+                value[part] = 0.0f;
+                if (!is_mailed || answered)
+                    value[part] = (is_mailed ? mailed : parts)[static_cast<long long>(row * k + first + part) * shape.hidden + i];
+            }
+#pragma unroll
+            for (int part = 0; part < kBatch; ++part)
+                if (first + part < k) total = fused(weight_of[first + part], value[part], total);
         }
-#pragma unroll
-        for (int part = 0; part < kBatch; ++part)
-            if (first + part < k) total = fused(weight[part], value[part], total);
+        const bool finite = is_finite(total);
+        y[static_cast<long long>(row) * shape.hidden + i] = finite ? total : 0.0f;
+        if (!finite) flags[row] = 1;
     }
-    const bool finite = is_finite(total);
-    y[static_cast<long long>(row) * shape.hidden + i] = finite ? total : 0.0f;
-    if (!finite) flags[row] = 1;
+    if (mailed_flag != 0) flags[threadIdx.x] = 1;
 }
 
 // Writes what the host wants of a round to memory that it reads: so many values of the logits, the best ids (-1 where the
