@@ -141,6 +141,36 @@ def test_copies_may_count_up_or_go_deeper(words: Words) -> None:
     assert any("    if wide > 3:\n        if wide > 3:\n            if wide > 3:\n" in t for t in texts)
 
 
+@pytest.mark.parametrize(
+    ("text", "balanced"),
+    [
+        ("f(a, b)", True),
+        ("f(a", False),
+        ("a)", False),
+        ("(]", False),
+        ("[(x)]{}", True),
+        ("'a' + \"b\"", True),
+        ("'a", False),
+    ],
+)
+def test_brackets_and_quotes_of_a_piece(text: str, balanced: bool) -> None:
+    words = Words()
+    ids = words.encode(text)
+    assert words.lexicon.is_balanced(ids) is balanced
+
+
+def test_copies_leave_no_bracket_open(words: Words) -> None:
+    body = words.body("    one = two(\n        three(one),\n        [wide],\n    )\n    return one\n")
+    lexicon = words.lexicon  # of all pieces that the body has
+    lines = lexicon.lines(body)
+    copied = set()
+    for seed in range(3000):
+        ids, learned = stutter(lines, random.Random(seed), lexicon)
+        copied |= {words.decode(ids[begin:end]) for begin, end in runs(learned)}
+    assert [text for text in copied if text.count("(") != text.count(")")] == []
+    assert any("two(" in text for text in copied), "a whole statement of several lines may be copied"
+
+
 def test_a_function_of_a_pair_is_its_prompt_and_learns_its_body_and_end(words: Words) -> None:
     pairs = ChatPairs(words.chats(), words.lexicon)
     for seed in range(8):  # with and without a request in words, first and second exchanges

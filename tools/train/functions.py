@@ -2,8 +2,9 @@
 
 Lives beside the trainer. A greedy model of this size falls into loops that its text never shows it the way out of.
 So a *stutter* writes a piece of a body several times over and asks nothing of the copies: what is learned is that
-after a repetition the true text goes on. Everything is done on ids, at the borders that the tokenizer keeps (a
-newline and a line's indentation are pieces of their own). Knows tokens, not the model.
+after a repetition the true text goes on. A piece never opens or closes a bracket or a quote alone: after its copies the
+true text would not close what they opened, and that would be learned. Everything is done on ids, at the borders that
+the tokenizer keeps (a newline and a line's indentation are pieces of their own). Knows tokens, not the model.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ PIECE_COPIES = 6
 AGAIN = 0.3  # stutters after the first
 DEEPER = 0.12  # of stutters of lines: every copy is indented further
 DEEPER_BY = 4
+PAIRS = {"(": ")", "[": "]", "{": "}"}
+QUOTES = "\"'"
+MARKS = "()[]{}" + QUOTES
 SHORTEST, LONGEST = 20, 400  # tokens of a function of the code
 
 
@@ -43,6 +47,22 @@ class Lexicon:
         self.value = {i: d for d, i in enumerate(self.digits)}
         self.keyword = vocabulary["def"]
         self.closers = {i for piece, i in vocabulary.items() if piece[:1] in (")", "]", "}")}
+        marks = {i: [mark for mark in piece if mark in MARKS] for piece, i in vocabulary.items()}
+        self.marks = {i: found for i, found in marks.items() if found}
+
+    def is_balanced(self, ids: list[int]) -> bool:
+        """Whether every bracket that opens in the ids closes there and the other way round, and quotes come in pairs.
+        A bracket in a string counts too: what is called unbalanced for that alone is lost and harms nothing."""
+        opened: list[str] = []
+        quotes = dict.fromkeys(QUOTES, 0)
+        for mark in (mark for i in ids for mark in self.marks.get(i, ())):
+            if mark in QUOTES:
+                quotes[mark] += 1
+            elif mark in PAIRS:
+                opened.append(PAIRS[mark])
+            elif not opened or opened.pop() != mark:
+                return False
+        return not opened and all(count % 2 == 0 for count in quotes.values())
 
     def lines(self, ids: list[int]) -> list[list[int]]:
         """The ids cut after each newline; a last line without one keeps its own place."""
@@ -92,7 +112,7 @@ def _piece_copies(line: list[int], rng: random.Random, words: Lexicon) -> tuple[
     """(where in the line the copies go, copies of the ids before that place)."""
     begin = rng.randrange(len(line))
     stop = min(begin + rng.randint(1, PIECE_TOKENS), len(line) - 1)
-    if stop <= begin or line[begin] in words.width:
+    if stop <= begin or line[begin] in words.width or not words.is_balanced(line[begin:stop]):
         return len(line), []
     return stop, line[begin:stop] * rng.randint(1, PIECE_COPIES)
 
@@ -104,9 +124,12 @@ def _line_copies(lines: list[list[int]], first: int, rng: random.Random, words: 
     while last < min(wanted, len(lines)) and words.width_of(lines[last]) >= words.width_of(lines[first]):
         last += 1
     block, copies = lines[first:last], []
+    if not words.is_balanced([i for line in block for i in line]):
+        return last, copies
     deeper = DEEPER_BY * (rng.random() < DEEPER)
     counted = _lone_digit(block, rng, words) if rng.random() < 0.5 else None
     for number in range(1, rng.choice(COPIES) + 1):
+        copy: list[int] = []
         for row, line in enumerate(block):
             changed = list(line)
             if counted and counted[0] == row:
@@ -114,7 +137,8 @@ def _line_copies(lines: list[list[int]], first: int, rng: random.Random, words: 
             moved = words.shifted(changed, deeper * number)
             if moved is None:
                 return last, copies
-            copies += moved
+            copy += moved
+        copies += copy
     return last, copies
 
 
