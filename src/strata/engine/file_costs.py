@@ -42,6 +42,7 @@ SWEEPS = 16
 SMALL, LARGE = (256, 256), (2560, 640)
 LARGE_BYTES = 1 << 20
 KINDS = ("memory", "cached", "drive")
+Layer = Callable[[list[int]], float]  # seconds of one that picks these experts
 
 
 def measure_file(folder: Path, layout: ExpertLayout, sample: Sequence[BlobPlace], threads: int) -> FileCosts | None:
@@ -97,11 +98,8 @@ def _made_experts(folder: Path, widths: tuple[int, int], format: ExpertFormat) -
 
 
 def _measure(file: _Experts, threads: int) -> dict[str, dict[int, float]]:
-    """Seconds that a layer takes longer than from memory, by kind and the number of experts that it reads.
-
-    All are looked at in turn, so that a busy moment of the machine meets none of them alone.
-    """
-    source, layers = random.Random(0), dict[str, Callable[[list[int]], float]]()
+    """Seconds that a layer takes longer than from memory, by kind and the number of experts that it reads."""
+    source, layers = random.Random(0), dict[str, Layer]()
     with ExitStack() as owned:
         for kind in _kinds(file):
             opened = ExpertSystem.open(_plan(file, kind, threads), file, ExpertKernel(file.layout), HostBackend(0))
@@ -110,14 +108,22 @@ def _measure(file: _Experts, threads: int) -> dict[str, dict[int, float]]:
         numbers = list(range(file.num_experts))
         for first in range(0, len(numbers), READS[-1]):  # into the page cache
             layers["cached"](numbers[first : first + READS[-1]])
-        looks: dict[str, dict[int, list[float]]] = {kind: {} for kind in layers}
-        for _ in range(SWEEPS):
-            for count in READS:
-                for kind, layer in layers.items():
-                    looks[kind].setdefault(count, []).append(layer(source.sample(numbers, count)))
-    means = {kind: {count: steady_mean(found) for count, found in by.items()} for kind, by in looks.items()}
-    memory = means.pop("memory")
-    return {kind: {count: max(0.0, by[count] - memory[count]) for count in by} for kind, by in means.items()}
+        memory = layers.pop("memory")
+        return {kind: _compare(layer, memory, numbers, source) for kind, layer in layers.items()}
+
+
+def _compare(layer: Layer, memory: Layer, numbers: list[int], source: random.Random) -> dict[int, float]:
+    """How much longer ``layer`` takes than ``memory``, by the number of experts.
+
+    Who goes first changes: on a busy machine a layer that follows a wait for the drive is given its processor sooner.
+    """
+    looks: dict[int, tuple[list[float], list[float]]] = {count: ([], []) for count in READS}
+    for sweep in range(SWEEPS):
+        for count, found in looks.items():
+            pair = ((memory, found[0]), (layer, found[1]))
+            for each, seconds in pair if sweep % 2 else pair[::-1]:
+                seconds.append(each(source.sample(numbers, count)))
+    return {count: max(0.0, steady_mean(slow) - steady_mean(fast)) for count, (fast, slow) in looks.items()}
 
 
 def _kinds(file: _Experts) -> list[str]:
@@ -129,7 +135,7 @@ def _kinds(file: _Experts) -> list[str]:
     return list(KINDS)
 
 
-def _layer(dispatcher: Dispatcher, file: _Experts) -> Callable[[list[int]], float]:
+def _layer(dispatcher: Dispatcher, file: _Experts) -> Layer:
     """Seconds of a layer of one row that picks these experts."""
     x_TH = torch.randn(1, file.layout.hidden, generator=torch.Generator().manual_seed(1))
 
