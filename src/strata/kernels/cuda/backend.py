@@ -38,7 +38,8 @@ class CudaStatistics:
     """Counters of a ``CudaBackend``; bytes unless named otherwise. ``cap_bytes`` None: all that the card has.
 
     ``peak_bytes``: the most that was allocated here and charged for torch at once; ``torch_peak_bytes``: what torch
-    really took of it at most, 0 while it has no share.
+    really took of it at most, 0 while it has no share. ``card_bytes``: what the card has less free than at the opening, what the
+    driver takes for kernels and graphs and what other programs took meanwhile included.
     """
 
     cap_bytes: int | None
@@ -46,6 +47,7 @@ class CudaStatistics:
     charged_bytes: int
     peak_bytes: int
     torch_peak_bytes: int
+    card_bytes: int
     pinned_bytes: int
     num_registrations: int
     num_refusals: int
@@ -221,6 +223,7 @@ class CudaBackend:
         self._streams: list[CudaStream] = []
         self._events: list[Any] = []
         self._is_open = True
+        self._free_at_first = context.memory()[0]
 
     def info(self) -> DeviceInfo:
         card = self.context.card
@@ -394,6 +397,7 @@ class CudaBackend:
 
     def statistics(self) -> CudaStatistics:
         torch_peak = 0 if self._torch_bytes is None else self._torch_bytes()[1]
+        free, _ = self.context.memory()
         with self._lock:
             return CudaStatistics(
                 cap_bytes=self.cap_bytes,
@@ -401,6 +405,7 @@ class CudaBackend:
                 charged_bytes=self._charged_bytes,
                 peak_bytes=self._peak_bytes,
                 torch_peak_bytes=torch_peak,
+                card_bytes=self._free_at_first - free,
                 pinned_bytes=self._pinned_bytes,
                 num_registrations=self._num_registrations,
                 num_refusals=self._num_refusals,

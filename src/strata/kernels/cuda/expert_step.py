@@ -29,7 +29,7 @@ _MOST_PICKS = 256  # kMostPicks of round.cu
 _TASK_BYTES = 32
 _QUANTISERS = 8  # blocks that quantise a row: kQuantisers of round.cu
 _ROUTE_ROOM = 24 << 10  # bytes of shared memory that the first launch takes for itself
-STATE_WORDS = 12  # RoundState of round.cu
+STATE_WORDS = 14  # RoundState of round.cu
 
 
 class _PostShape(ctypes.Structure):

@@ -20,7 +20,9 @@ struct RoundState {
     unsigned base;     // number of the first exchange
     unsigned aborted;  // kAborted..., sticky until the next round
     int aborted_layer;
-    unsigned told;  // number of the exchange whose answer is there
+    unsigned told;   // number of the exchange whose answer is there
+    unsigned asked;  // number of the exchange that a block waits for
+    unsigned unused;
     unsigned long long deadline;
     unsigned long long hits, aliases, others;
 };
@@ -239,6 +241,7 @@ __device__ int split_row(const PostShape& shape, const PostTables& tables, const
     const unsigned all = strata::rows::kAll, pinned = __ballot_sync(all, chosen == kAlias);
     if (pinned != 0) {
         int rank = 0;
+#pragma unroll 5
         for (int q = 0; q < picks; ++q) {
             const int other = __shfl_sync(all, expert, q);
             rank += (pinned >> q & 1u) != 0 && other < expert;
@@ -249,6 +252,7 @@ __device__ int split_row(const PostShape& shape, const PostTables& tables, const
     const unsigned aliases = __ballot_sync(all, chosen == kAlias), cpus = __ballot_sync(all, chosen == kCpu);
     const unsigned hits = __ballot_sync(all, chosen == kHit), same = chosen == kAlias ? aliases : chosen == kHit ? hits : cpus;
     int before = chosen == kHit ? __popc(aliases) : 0;  // of its own list
+#pragma unroll 5
     for (int q = 0; q < picks; ++q) {
         const int other = __shfl_sync(all, expert, q);
         before += (same >> q & 1u) != 0 && other < expert;

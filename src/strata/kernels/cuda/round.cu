@@ -28,7 +28,7 @@ extern "C" __global__ void begin(const int* host, int* inputs, int count, RoundS
         state->base = static_cast<unsigned>(host[0]) * static_cast<unsigned>(exchanges + 1);
         state->aborted = 0;
         state->aborted_layer = -1;
-        state->told = state->base;
+        state->told = state->asked = state->base;
         state->deadline =
             device::nanoseconds() + static_cast<unsigned long long>(static_cast<unsigned>(host[1])) * 1000ull;
     }
@@ -70,41 +70,34 @@ struct CombineShape {
     int hidden, top_k, layer, exchange;
 };
 
-// Waits for the CPU's part of the layer, as the launch's only thread that does, and tells the others in device memory:
-// readings of one word of the host's memory follow one another, each about a microsecond after the last, so forty blocks
-// that look at it would learn of the answer one by one. Returns false when the round is given up.
-__device__ bool await_answer(const CombineShape& shape, StrataMailbox* box, RoundState* state) {
+// Waits for the CPU's part of the layer; thread 0 of a block. Readings of one word of the host's memory follow one another,
+// each about a microsecond after the last, so forty blocks that look at it would learn of the answer one by one. The first
+// block that comes here looks, sets `asks`, and tells the others in device memory. Returns false when the round is given up.
+__device__ bool await_answer(const CombineShape& shape, StrataMailbox* box, RoundState* state, int* asks) {
     const unsigned wanted = state->base + static_cast<unsigned>(shape.exchange) + 1u;
-    volatile unsigned* aborted = &state->aborted;
-    for (;;) {
+    *asks = atomicExch(&state->asked, wanted) != wanted;
+    while (*asks == 0) {
+        if (device::hear(&state->told) == wanted) return true;
+        if (device::hear(&state->aborted) != 0) return false;
+        device::pause();
+    }
+    if (device::hear(&state->aborted) != 0) return false;
+    for (;; device::pause()) {
         const uint2 answer = device::load_pair_acquire(&box->done);  // done, abort
         if (answer.x == wanted) {
             device::tell(&state->told, wanted);
             return true;
         }
-        if (*aborted != 0) return false;
-        const bool stopped = answer.y != 0;
-        if (stopped || device::nanoseconds() > state->deadline) {
+        if (answer.y != 0 || device::nanoseconds() > state->deadline) {
             state->aborted_layer = shape.layer;
-            device::tell(&state->aborted, stopped ? kAbortedByHost : kAbortedByDeadline);
+            device::tell(&state->aborted, answer.y != 0 ? kAbortedByHost : kAbortedByDeadline);
             return false;
         }
-        device::pause();
-    }
-}
-
-// The same in another block: that one looks until the deadline at most, and says either.
-__device__ bool await_told(const CombineShape& shape, RoundState* state) {
-    const unsigned wanted = state->base + static_cast<unsigned>(shape.exchange) + 1u;
-    for (;;) {
-        if (device::hear(&state->told) == wanted) return true;
-        if (device::hear(&state->aborted) != 0) return false;
-        device::pause();
     }
 }
 
 // y[row] = sum over k, in order, by fused multiply-add from zero, of weights[row, k] * part[row, k]; a part is the GPU's
-// own or lies in the mailbox. Grid (rows, blocks): the first block is the one that waits for the host.
+// own or lies in the mailbox. Grid (rows, blocks).
 //
 // Must be the second launch after gate and up, which let others start only when the launch before them is complete: what
 // that one wrote, who computes which pick and the weights, is there when this one starts.
@@ -113,11 +106,10 @@ extern "C" __global__ void combine(CombineShape shape, StrataMailbox* box, Round
                                    const unsigned char* mailed_flags, const float* weights, float* y,
                                    unsigned char* flags, const device::Ahead ahead, const device::Ahead idle) {
     constexpr int kBatch = 10;
-    __shared__ int some, answered;  // in the first block of any row, elsewhere of its own
+    __shared__ int some, answered, asks;
     __shared__ unsigned char by_pick[kMostPicks];
     __shared__ float weight_of[kMostPicks];
     const int row = blockIdx.x, k = shape.top_k, rows = gridDim.x;
-    const bool asks = blockIdx.x == 0 && blockIdx.y == 0;
     device::let_next_start();
     device::bring(ahead);
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
@@ -128,18 +120,18 @@ extern "C" __global__ void combine(CombineShape shape, StrataMailbox* box, Round
             mine |= by_pick[part] = by_cpu[row * k + part];
             weight_of[part] = weights[row * k + part];
         }
-        if (asks)
-            for (int part = k + threadIdx.x; part < rows * k; part += 32) mine |= by_cpu[part];
         some = __any_sync(0xFFFFFFFFu, mine);
     }
     __syncthreads();
     if (some != 0) device::bring(idle);  // the CPU takes longer than that
-    if (!only_brings && threadIdx.x == 0)
-        answered = some != 0 && (asks ? await_answer(shape, box, state) : await_told(shape, state));
+    if (!only_brings && threadIdx.x == 0) {
+        asks = 0;
+        answered = some != 0 && await_answer(shape, box, state, &asks);
+    }
     device::wait_for_previous();
     if (only_brings) return;
     __syncthreads();
-    // By the first block too, for the same reason; nobody waits for it before the sum.
+    // Of all rows by one block, for the same reason; nobody waits for it before the sum.
     const bool reads_flag = asks && answered && static_cast<int>(threadIdx.x) < rows;
     const unsigned char mailed_flag = reads_flag ? mailed_flags[threadIdx.x] : 0;
     if (i < shape.hidden) {

@@ -80,8 +80,8 @@ __device__ __forceinline__ void route_row(const float* logits, int experts, int 
         route<kMost / 32>(logits, experts, top_k, renormalise, ids, weights);
 }
 
-struct ChunkPicks {
-    unsigned keys[kChunks][kBlockPicks], best[kBlockPicks];
+struct __align__(16) ChunkPicks {
+    unsigned keys[kChunks][kBlockPicks], best[kBlockPicks];  // 0 behind a chunk's picks
     int ids[kChunks][kBlockPicks], best_ids[kBlockPicks];
 };
 
@@ -96,6 +96,7 @@ __device__ __forceinline__ void route_by_block(const float* logits, int experts,
         const float high = first + 32 + lane < experts ? logits[first + 32 + lane] : 0.0f;
         unsigned keys[2] = {first + lane < experts ? ordered(low) + 1 : 0,
                             first + 32 + lane < experts ? ordered(high) + 1 : 0};
+        if (lane >= top_k) room.keys[warp][lane] = 0;
         for (int k = 0; k < top_k; ++k) {
             const unsigned most = warp_largest(max(keys[0], keys[1]));
             const unsigned lows = __ballot_sync(kAll, keys[0] == most), highs = __ballot_sync(kAll, keys[1] == most);
@@ -113,9 +114,18 @@ __device__ __forceinline__ void route_by_block(const float* logits, int experts,
     if (mine < chunks && place < top_k) {
         const unsigned key = room.keys[mine][place];
         int rank = place;
-        for (int chunk = 0; chunk < chunks; ++chunk) {
-            if (chunk == mine) continue;
-            for (int k = 0; k < top_k; ++k) rank += room.keys[chunk][k] + (chunk < mine ? 1u : 0u) > key;
+        for (int k = 0; k < top_k; k += 4) {  // four picks of every chunk under way at once
+            uint4 theirs[kChunks];
+#pragma unroll
+            for (int chunk = 0; chunk < kChunks; ++chunk)
+                if (chunk < chunks) theirs[chunk] = *reinterpret_cast<const uint4*>(room.keys[chunk] + k);
+#pragma unroll
+            for (int chunk = 0; chunk < kChunks; ++chunk) {
+                if (chunk >= chunks || chunk == mine) continue;
+                const unsigned first_wins = chunk < mine ? 1u : 0u;
+                rank += (theirs[chunk].x + first_wins > key) + (theirs[chunk].y + first_wins > key) +
+                        (theirs[chunk].z + first_wins > key) + (theirs[chunk].w + first_wins > key);
+            }
         }
         if (rank < top_k) room.best[rank] = key, room.best_ids[rank] = room.ids[mine][place];
     }
@@ -127,6 +137,7 @@ __device__ __forceinline__ void route_by_block(const float* logits, int experts,
     const float sum = renormalise ? 1.0f : sum_exp(logits, experts, largest);
     *weight = lane < top_k ? expf(value_of(key) - largest) / sum : 0.0f;
     float total = 0.0f;
+#pragma unroll 5
     for (int k = 0; k < top_k; ++k) total += __shfl_sync(kAll, *weight, k);
     if (renormalise) *weight /= total;
 }
