@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "train"))
 
 import functions
+from answers import Answer, write_answers
 from data import Batches, read_mix, turns
 from functions import ChatPairs, CodeFunctions, Lexicon, stutter
 from model import Config, TrainModel
@@ -259,9 +260,27 @@ def test_processes_make_the_rows_of_one_batch_between_them(folder: Path, stutter
     assert torch.equal(alone.batch(1).windows, Batches(folder, mix, 64, 7, group(0, 1), stutter_share).batch(1).windows)
 
 
+def test_rows_of_kept_answers_are_learned_where_they_answer(folder: Path, tmp_path: Path) -> None:
+    kept = [Answer([2, 9, 9, 3], [10, 11, 12, 3], True), Answer([9, 4], [12, 13, 1], False)]
+    write_answers(tmp_path / "answers.npz", kept)
+    mix = read_mix("code=2,answers=6", 8)
+    batch = Batches(folder, mix, 64, 7, group(0, 1), answers=tmp_path / "answers.npz").batch(0)
+    assert batch.weights is not None
+    assert (batch.weights[:2] > 0).all()
+    ids, learned = batch.windows[2:], batch.weights[2:] > 0
+    assert len(ids) == 6
+    assert set(ids[learned].tolist()) == {1, 3, 10, 11, 12, 13}
+    assert set(ids[~learned].tolist()) == {1, 2, 3, 4, 9}
+    shares = [Batches(folder, mix, 64, 7, group(rank, 4), answers=tmp_path / "answers.npz") for rank in range(4)]
+    rows = [tuple(row.tolist()) for part in shares for row in part.batch(0).windows]
+    assert sorted(rows) == sorted(tuple(row.tolist()) for row in batch.windows)
+    with pytest.raises(ValueError, match="--answers"):
+        Batches(folder, mix, 64, 7, group(0, 1))
+
+
 def test_the_first_parts_batches_have_no_weights(folder: Path) -> None:
     mix = read_mix(None, 16)
-    assert mix == {"code": 12, "chat": 3, "functions": 0, "retrieval": 1}
+    assert mix == {"code": 12, "chat": 3, "functions": 0, "retrieval": 1, "answers": 0}
     assert Batches(folder, mix, 64, 7, group(0, 1)).batch(0).weights is None
 
 

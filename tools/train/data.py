@@ -1,4 +1,4 @@
-"""Training batches: windows of the code and chat streams, and rows of retrieval and of functions made when needed.
+"""Training batches: windows of the code and chat streams, and rows of retrieval, of functions and of kept answers.
 
 Lives beside the trainer. A step's batch is a pure function of the seed and the step's number, so a resumed run reads
 on where it stopped. Knows tokens, not the model.
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from answers import Answers, read_answers
 from functions import ChatPairs, CodeFunctions, Lexicon, Row, fill_row
 from group import Group
 
@@ -26,7 +27,7 @@ __all__ = ["Batch", "Batches", "RetrievalMaker", "load_code", "load_stream", "re
 
 CHAT_ROWS = 3  # of 16 rows: a fifth of the text
 RETRIEVAL_ROWS = 1
-KINDS = ("code", "chat", "functions", "retrieval")
+KINDS = ("code", "chat", "functions", "retrieval", "answers")
 
 
 def load_stream(folder: Path, *names: str) -> np.ndarray:
@@ -44,7 +45,7 @@ def read_mix(text: str | None, rows: int) -> dict[str, int]:
     """Rows of each kind from ``code=8,chat=11,functions=11,retrieval=2``; None: the shares of a first part."""
     if text is None:
         chat, retrieval = (max(1, rows * share // 16) for share in (CHAT_ROWS, RETRIEVAL_ROWS))
-        return {"code": rows - chat - retrieval, "chat": chat, "functions": 0, "retrieval": retrieval}
+        return dict.fromkeys(KINDS, 0) | {"code": rows - chat - retrieval, "chat": chat, "retrieval": retrieval}
     mix = dict.fromkeys(KINDS, 0)
     for part in text.split(","):
         kind, _, count = part.partition("=")
@@ -124,7 +125,7 @@ Made = tuple[np.ndarray, np.ndarray]
 
 
 class Batches:
-    """``batch(step)``: this process's rows of code, chat, functions and retrieval, as ``mix`` says.
+    """``batch(step)``: this process's rows of code, chat, functions, retrieval and ``answers``, as ``mix`` says.
 
     With ``stutter`` above zero chat rows too are whole documents; it is the share of bodies that stutter. ``longest``
     bounds the bodies of whole documents, in tokens. ``turn`` is what a turn of them counts: the first token that is
@@ -141,6 +142,7 @@ class Batches:
         stutter: float = 0.0,
         longest: int | None = None,
         turn: float = 1.0,
+        answers: Path | None = None,
     ) -> None:
         self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
         code, chat = load_code(folder), load_stream(folder, "chat")
@@ -154,11 +156,16 @@ class Batches:
         self.maker = RetrievalMaker(self.meta, code)
         self.streams = [torch.from_numpy(s.astype(np.int32)).to(self.device) for s in (code, chat)]
         self.windowed = ("code",) if stutter else ("code", "chat")
-        if stutter or mix["functions"]:
+        self.whole = stutter > 0 or mix["functions"] > 0 or mix["answers"] > 0  # some rows are whole documents
+        if self.whole:
             vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
             words = Lexicon(vocabulary, self.meta["special"])
             self.pairs, self.code_functions = ChatPairs(chat, words, longest), CodeFunctions(code, words, longest)
             self.ends = [words.end, words.stop]
+            if mix["answers"]:
+                if answers is None:
+                    raise ValueError("--mix names rows of answers: give their file with --answers")
+                self.answers = Answers(read_answers(answers), words)
         self._orders: dict[tuple[int, int], np.ndarray] = {}
         self._pool = ThreadPoolExecutor(1)
         self._ahead: tuple[int, Future[Made]] | None = None
@@ -180,7 +187,8 @@ class Batches:
         return np.array(found)
 
     def _documents(self, kind: str, step: int) -> list[Made]:
-        """Rows of whole documents: conversations, or functions, about every other one of the chat pairs."""
+        """Rows of whole documents: conversations, kept answers, or functions, about every other one of the chat
+        pairs."""
         made = []
         for row in self.mine[kind]:
             rng = random.Random(f"{self.seed} {kind} {step} {row}")
@@ -188,6 +196,8 @@ class Batches:
             def take(rng: random.Random = rng) -> Row:
                 if kind == "chat":
                     return self.pairs.conversation(rng, self.stutter)
+                if kind == "answers":
+                    return self.answers.document(rng)
                 source = self.pairs if rng.random() < 0.5 else self.code_functions
                 return source.function(rng, self.stutter)
 
@@ -195,12 +205,12 @@ class Batches:
         return made
 
     def _made(self, step: int) -> Made:
-        """The rows that are no windows of a stream: chat where it stutters, functions, retrieval."""
+        """The rows that are no windows of a stream: chat where it stutters, functions, answers, retrieval."""
         chat = self._documents("chat", step) if self.stutter else []
         rng = np.random.default_rng((self.seed, 77, step))
         retrieval = [self.maker.window(rng, self.length + 2) for _ in range(self.mix["retrieval"])]
         asked = [(retrieval[row], np.ones(self.length + 2, bool)) for row in self.mine["retrieval"]]
-        rows = [*chat, *self._documents("functions", step), *asked]
+        rows = [*chat, *self._documents("functions", step), *self._documents("answers", step), *asked]
         empty = np.zeros((0, self.length + 2), np.int64)  # a process may have none of these
         return (
             np.concatenate([empty, *(ids[None] for ids, _ in rows)]),
@@ -218,7 +228,7 @@ class Batches:
             parts.append(self.streams[which][starts[:, None] + span].long())
         parts.append(torch.from_numpy(ids).to(self.device, non_blocking=True))
         windows = torch.cat(parts)
-        if not self.stutter and not self.mix["functions"]:
+        if not self.whole:
             return Batch(windows, None)
         read = np.ones((len(windows) - len(learned), self.length + 2), np.float32)
         weights = np.concatenate([read, np.where(turns(ids, learned, self.ends), self.turn, 1.0) * learned])

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 BALANCE_WEIGHT = 0.01  # of each layer
+PLE_DILATION = 3  # of the n-gram block's convolution
 
 __all__ = ["Config", "Outputs", "TrainModel"]
 
@@ -96,21 +97,39 @@ class DeltaNet(nn.Module):
         self.out_proj = Weight(c.hidden, values)
 
     def forward(self, u_BTH: torch.Tensor) -> torch.Tensor:
+        qkv, z, b, a = self.project(u_BTH)
+        q, k, v = self.heads(depthwise_causal(qkv, self.conv1d.weight.squeeze(1)))
+        with torch.autocast(u_BTH.device.type, enabled=False):
+            o = gated_delta(q, k, v, b.float().sigmoid(), self.log_decay(a))
+        return self.finish(o, z, u_BTH.dtype)
+
+    def project(self, u_BTH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(q, k and v before their convolution, in FP32; z; b; a)."""
         c = self.c
         keys, values = c.delta_key_heads * c.delta_width, c.delta_value_heads * c.delta_width
         projections = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
         mixed = F.linear(u_BTH, torch.cat([p.weight for p in projections]))
         qkv, z, b, a = mixed.split([2 * keys + values, values, c.delta_value_heads, c.delta_value_heads], dim=-1)
-        qkv = depthwise_causal(qkv.float(), self.conv1d.weight.squeeze(1))
+        return qkv.float(), z, b, a
+
+    def heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(q, k, v) as B x T x heads x width; q and k of unit length, q scaled."""
+        c = self.c
+        keys, values = c.delta_key_heads * c.delta_width, c.delta_value_heads * c.delta_width
         q, k, v = (x.unflatten(-1, (-1, c.delta_width)) for x in qkv.split([keys, keys, values], dim=-1))
         q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * c.delta_width**-0.5
         k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
-        g = -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
-        with torch.autocast(u_BTH.device.type, enabled=False):
-            o = gated_delta(q, k, v, b.float().sigmoid(), g)
+        return q, k, v
+
+    def log_decay(self, a: torch.Tensor) -> torch.Tensor:
+        return -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
+
+    def finish(self, o: torch.Tensor, z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The block's output from its heads' outputs and gates."""
+        c = self.c
         o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + c.eps) * self.norm.weight
         gated = (o * z.float().unflatten(-1, (-1, c.delta_width)).sigmoid()).flatten(2)
-        return F.linear(gated.to(u_BTH.dtype), self.out_proj.weight)
+        return F.linear(gated.to(dtype), self.out_proj.weight)
 
 
 class Indexer(nn.Module):
@@ -321,6 +340,12 @@ class Ple(nn.Module):
         )
 
     def forward(self, x_BTSH: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        gated, normed = self.gated(x_BTSH, embedded)
+        spread = depthwise_causal(normed, self.conv1d.weight.squeeze(1), dilation=PLE_DILATION)
+        return x_BTSH + gated + spread.unflatten(-1, (self.c.streams, self.c.hidden))
+
+    def gated(self, x_BTSH: torch.Tensor, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(gated_BTSH, its normed form, flat: what the convolution reads)."""
         c = self.c
         shape = (c.streams, c.hidden)
         key = F.linear(embedded, self.key_proj.weight).float().unflatten(-1, shape)
@@ -329,9 +354,7 @@ class Ple(nn.Module):
         query = rms(x_BTSH.float(), self.norm_query.weight.view(shape), c.eps)
         match = (key * query).sum(-1, keepdim=True) / math.sqrt(c.hidden)
         gated = rooted(match).sigmoid() * value.unsqueeze(2)
-        normed = rms(gated, self.norm_conv.weight.view(shape), c.eps).flatten(2)
-        spread = depthwise_causal(normed, self.conv1d.weight.squeeze(1), dilation=3).unflatten(-1, shape)
-        return x_BTSH + gated + spread
+        return gated, rms(gated, self.norm_conv.weight.view(shape), c.eps).flatten(2)
 
 
 class Layer(nn.Module):

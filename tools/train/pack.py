@@ -47,6 +47,11 @@ class Encoder:
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         return ids
 
+    def decoded(self, many: list[list[int]]) -> list[str]:
+        """Texts of ids; control tokens say nothing."""
+        texts: list[str] = self._plain.decode_batch(many)
+        return texts
+
     def message(self, role: str, content_ids: list[int]) -> list[int]:
         start, end = self.special["<|im_start|>"], self.special["<|im_end|>"]
         return [start, *self.one(role), *self.one("\n"), *content_ids, end, *self.one("\n")]

@@ -7,7 +7,7 @@ BF16 checkpoint, ``log.jsonl``, ``loss.png`` and ``figures.json``. If ``--state`
 exported checkpoint, the run goes on from those weights with fresh momenta. The schedule is warm-up by steps, then a
 constant rate, then a decay to zero over the last share of ``--total-seconds`` of training, by the clock. ``--mix`` says
 what the rows of a batch are, ``--stutter`` how many bodies of whole documents repeat themselves (functions.py),
-``--longest`` how long they may be, ``--turn`` what their turns weigh (data.py).
+``--longest`` how long they may be, ``--turn`` what their turns weigh (data.py), ``--answers`` where kept answers are.
 Several GPUs of one machine share the batch: ``torchrun --nproc-per-node 4 tools/train/train.py ...``.
 """
 
@@ -120,11 +120,10 @@ class Trainer:
             self._load(state)
         try:
             mix = read_mix(args.mix, args.rows)
+            self.batches = Batches(args.tokens, mix, self.length, args.seed, self.group, args.stutter, args.longest,
+                                   args.turn, args.answers)  # fmt: skip
         except ValueError as error:
             sys.exit(str(error))
-        self.batches = Batches(
-            args.tokens, mix, self.length, args.seed, self.group, args.stutter, args.longest, args.turn
-        )
         self.meta = meta
         self.log: list[dict[str, Any]] = []
         self.low = self.device.type == "cuda"
@@ -348,6 +347,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--mix", help="rows of a batch, as code=8,chat=11,functions=11,retrieval=2 (default: no functions)"
     )
+    parser.add_argument("--answers", type=Path, help="a file of sample.py, for answers=ROWS in --mix")
     parser.add_argument("--stutter", type=float, default=0.0, help="share of bodies that repeat a piece, unlearned")
     parser.add_argument("--longest", type=int, help="tokens of a body in whole documents, at most")
     parser.add_argument("--turn", type=float, default=1.0, help="what a body's first token, the one that leaves a "
