@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -52,6 +53,20 @@ def test_builds_only_what_changed(builder: ModuleType, capsys: pytest.CaptureFix
     assert compiled(builder, capsys) == "1 of 2", "the table of flags changed"
     builder.LIBRARY.unlink()
     assert compiled(builder, capsys) == "0 of 2", "linked again from what is there"
+
+
+def test_a_copied_checkout_is_built_from_its_own_files(
+    builder: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder.build()
+    shutil.copytree(builder.SOURCES, tmp_path / "copy" / "csrc")
+    shutil.copytree(builder.OBJECTS, tmp_path / "copy" / "objects")
+    for name, path in (("SOURCES", "csrc"), ("OBJECTS", "objects"), ("LIBRARY", "native/libsmall.so")):
+        monkeypatch.setattr(builder, name, tmp_path / "copy" / path)
+    (builder.SOURCES / "two.cpp").write_text((builder.SOURCES / "two.cpp").read_text().replace("2;", "22;"))
+    capsys.readouterr()
+    assert compiled(builder, capsys) == "3 of 3"
+    assert ctypes.CDLL(str(builder.LIBRARY)).two() == 22
 
 
 def test_a_broken_source_is_named(builder: ModuleType) -> None:

@@ -109,8 +109,9 @@ def compile_one(compiler: list[str], version: str, source: Path, flags: list[str
     rule, stamp = object_path.with_suffix(".d"), object_path.with_suffix(".key")
     words = [version, *compiler, *flags]
     if object_path.exists() and rule.exists() and stamp.exists():
-        key = digest_files(read_dependencies(rule), *words)
-        if stamp.read_text() == key:
+        dependencies = read_dependencies(rule)
+        key = digest_files(dependencies, *words)
+        if source in dependencies and stamp.read_text() == key:  # else the checkout was copied from somewhere
             return object_path, key, False
     stamp.unlink(missing_ok=True)
     command = [*compiler, *flags, f"-I{SOURCES}", "-MMD", "-MF", str(rule), "-c", str(source), "-o", str(object_path)]

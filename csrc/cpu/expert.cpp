@@ -55,6 +55,7 @@ namespace {
 constexpr double kLeastUnit = 24.0 * 1024;
 constexpr double kUnitsPerThread = 24;
 constexpr long kRowsPerUnit = 4;
+constexpr long kRowParts = 4;  // of a single row: all threads wait for it
 // Bytes that a waiting thread asks for between two looks at what it waits for.
 constexpr long kBrought = 1024;
 // Words that a thread sums between two claims: 1 MiB.
@@ -83,7 +84,7 @@ class Scratch {
 thread_local Scratch scratch;
 
 struct Unit {
-    int32_t task;  // -1: rows [begin, end) are prepared
+    int32_t task;  // below 0: part -1 - task of rows [begin, end) is prepared
     int32_t begin, end;
     bool down;
 };
@@ -101,6 +102,7 @@ struct Job {
     uint8_t** pick_flags;
     std::atomic<int32_t>* missing;  // of each task: gate and up units that are not complete
     std::atomic<int32_t> rows_missing{0};
+    long row_parts = 1;  // of a row that are prepared by themselves
     Unit* units;
     long num_units;
     std::atomic<long> next{0};
@@ -129,10 +131,12 @@ bool await_zero(const std::atomic<int32_t>& missing, const uint8_t* weights, lon
 void compute_unit(Job& job, const Unit& unit) {
     const ExpertShape& shape = job.shape;
     if (unit.task < 0) {
-        const long superblocks = shape.hidden_superblocks();
+        const long superblocks = shape.hidden_superblocks(), part = -1 - unit.task;
+        const long from = superblocks * part / job.row_parts, until = superblocks * (part + 1) / job.row_parts;
+        const long begin = from * exact::kSuperblock, end = std::min(shape.hidden, until * exact::kSuperblock);
         for (long row = unit.begin; row < unit.end; ++row)
-            if (job.kernels->prepare(job.x + row * shape.hidden, shape.hidden, superblocks,
-                                     job.prepared + row * shape.row_bytes(superblocks)))
+            if (job.kernels->prepare(job.x + row * shape.hidden + begin, end - begin, until - from,
+                                     job.prepared + row * shape.row_bytes(superblocks) + shape.row_bytes(from)))
                 __atomic_store_n(job.flags + row, 1, __ATOMIC_RELAXED);
         job.rows_missing.fetch_sub(1, std::memory_order_acq_rel);
         return;
@@ -203,14 +207,16 @@ struct Cut {
 };
 
 Cut plan_units(const ExpertShape& shape, const StrataExpertTask* tasks, long num_tasks, long x_rows, Unit* units,
-               std::atomic<int32_t>* missing, double target) {
+               std::atomic<int32_t>* missing, double target, long row_parts) {
     Cut cut;
     auto add = [&](long task, long begin, long end, bool down) {
         if (units != nullptr)
             units[cut.units] = {static_cast<int32_t>(task), static_cast<int32_t>(begin), static_cast<int32_t>(end), down};
         ++cut.units;
     };
-    for (long row = 0; row < x_rows; row += kRowsPerUnit) add(-1, row, std::min(row + kRowsPerUnit, x_rows), false);
+    for (long row = 0; row < x_rows; row += kRowsPerUnit)
+        for (long part = 0; part < row_parts; ++part)
+            add(-1 - part, row, std::min(row + kRowsPerUnit, x_rows), false);
     cut.rows_units = cut.units;
     for (int down = 0; down < 2; ++down)
         for (long t = 0; t < num_tasks; ++t) {
@@ -232,7 +238,8 @@ int compute(Job& job, const StrataExpertTask* tasks, long num_tasks, const int32
     double total = 0;
     for (long t = 0; t < num_tasks; ++t) total += cost(shape.payload_bytes(), tasks[t].count);
     const double target = std::max(kLeastUnit, total / (pool_threads() * kUnitsPerThread));
-    const Cut cut = plan_units(shape, tasks, num_tasks, x_rows, nullptr, nullptr, target);
+    if (x_rows == 1) job.row_parts = std::min(kRowParts, shape.hidden_superblocks());
+    const Cut cut = plan_units(shape, tasks, num_tasks, x_rows, nullptr, nullptr, target, job.row_parts);
 
     const size_t row_bytes = aligned(shape.row_bytes(shape.hidden_superblocks()));
     const size_t inner_bytes = aligned(shape.row_bytes(shape.inner_superblocks()));
@@ -262,7 +269,7 @@ int compute(Job& job, const StrataExpertTask* tasks, long num_tasks, const int32
         job.pick_flags[i] = job.flags + rows[i];
     }
     for (long t = 0; t < num_tasks; ++t) new (job.missing + t) std::atomic<int32_t>(0);
-    plan_units(shape, tasks, num_tasks, x_rows, job.units, job.missing, target);
+    plan_units(shape, tasks, num_tasks, x_rows, job.units, job.missing, target, job.row_parts);
     job.num_units = cut.units;
     job.rows_missing.store(static_cast<int32_t>(cut.rows_units));
     return run_on_all(&work_on, &job);

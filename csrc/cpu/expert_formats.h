@@ -15,9 +15,11 @@ constexpr int kHalves = exact::kGroup / kLanes;
 // Rows of activations that one reading of the weights serves: as many as leave accumulators in registers.
 constexpr int kRowsAtOnce = 4;
 // How far ahead of the weights being used the memory is asked for: a core's own prefetcher follows one stream at less
-// than half of what the core can read (12 GB/s against 28 on an AVX2 core; asking 2 KiB ahead gave 19-21).
+// than half of what the core can read (12 GB/s against 28 on an AVX2 core; asking 2 KiB ahead gave 19-21). A level may say
+// otherwise, and to which cache (3: the first, 2: the second).
 #ifndef STRATA_PREFETCH_BYTES
 #define STRATA_PREFETCH_BYTES 2048
+#define STRATA_PREFETCH_TO 3
 #endif
 constexpr int kSegmentSuperblocks = exact::kSegment / exact::kSuperblock;
 
@@ -66,7 +68,7 @@ STRATA_INLINE inline void each_half(F&& f) {
 }
 
 STRATA_INLINE inline void ask_ahead(const uint8_t* p, long bytes) {
-    for (long line = 0; line < bytes; line += 64) __builtin_prefetch(p + line + STRATA_PREFETCH_BYTES);
+    for (long line = 0; line < bytes; line += 64) __builtin_prefetch(p + line + STRATA_PREFETCH_BYTES, 0, STRATA_PREFETCH_TO);
 }
 
 // Parts of a group that a kernel of R rows computes at once: both where the sums of both fit the registers, because

@@ -56,7 +56,7 @@ thread_local long waited_ns = 0;
 std::atomic<bool> is_measuring{false};
 
 // One generation of workers. The ticket holds the number of the job, whether it still takes workers, and how many are
-// inside, so that joining is one compare-and-swap and a late worker can never touch a job that has ended.
+// inside, so that joining is one addition and a late worker can never touch a job that has ended.
 class Pool {
   public:
     int start(int threads, const int* cpus, int count) {
@@ -88,8 +88,7 @@ class Pool {
         context_ = context;
         status_.store(kOk, std::memory_order_relaxed);
         jobs_.fetch_add(1, std::memory_order_relaxed);
-        const uint64_t job = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
-        ticket_.store(job << 32 | kOpen, std::memory_order_seq_cst);
+        ticket_.fetch_add(kNextJob | kOpen, std::memory_order_seq_cst);  // keeps who is on the way out of the last one
         if (threads_ > 1) announce();
         work(0);
         // Close: nobody joins from here on. Wait for those inside; they are at the end of their last slice.
@@ -109,7 +108,13 @@ class Pool {
     }
     long long busy_ns(int index) const { return busy_[index].ns.load(std::memory_order_relaxed); }
 
-    std::atomic<long long> jobs_{0}, wakes_{0}, joins_{0};
+    long long joins() const {
+        long long all = 0;
+        for (const Busy& busy : busy_) all += busy.joins.load(std::memory_order_relaxed);
+        return all;
+    }
+
+    std::atomic<long long> jobs_{0}, wakes_{0};
 
   private:
     struct Seat {
@@ -118,9 +123,10 @@ class Pool {
     };
 
     struct alignas(64) Busy {
-        std::atomic<long long> ns{0};
+        std::atomic<long long> ns{0}, joins{0};
     };
 
+    static constexpr uint64_t kNextJob = 1ull << 32;
     static constexpr uint64_t kOpen = 1ull << 31;
     static constexpr uint64_t kInside = kOpen - 1;
 
@@ -177,9 +183,14 @@ class Pool {
     bool join(uint64_t& last, int index) {
         uint64_t ticket = ticket_.load(std::memory_order_acquire);
         if ((ticket >> 32) == last || (ticket & kOpen) == 0) return false;
-        if (!ticket_.compare_exchange_strong(ticket, ticket + 1, std::memory_order_acq_rel)) return false;
+        // Added, not compared: many come at once, and a comparison fails for all but one of them each time.
+        ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
+        if ((ticket >> 32) == last || (ticket & kOpen) == 0) {
+            ticket_.fetch_sub(1, std::memory_order_acq_rel);  // it was closed in between
+            return false;
+        }
         last = ticket >> 32;
-        joins_.fetch_add(1, std::memory_order_relaxed);
+        busy_[index].joins.fetch_add(1, std::memory_order_relaxed);
         work(index);
         ticket_.fetch_sub(1, std::memory_order_acq_rel);
         return true;
@@ -336,7 +347,7 @@ void strata_pool_counters(long long* jobs, long long* wakes, long long* joins) {
     if (mine == nullptr) return;
     *jobs = mine->jobs_.load();
     *wakes = mine->wakes_.load();
-    *joins = mine->joins_.load();
+    *joins = mine->joins();
 }
 
 void strata_pool_measure(int on) {

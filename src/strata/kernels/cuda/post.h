@@ -204,23 +204,31 @@ __device__ __forceinline__ bool read_tables(const PostShape& shape, const PostTa
     return some;
 }
 
-// The rows of x to the host's memory, by the block's threads from `first` on; nobody waits here until they are there.
-__device__ __forceinline__ void mail_rows(const PostShape& shape, const float* x, float* to, int first) {
-    constexpr int kBatch = 5;  // pieces of a thread that are under way at once
-    const int count = shape.rows * shape.hidden, step = blockDim.x - first, begin = threadIdx.x - first;
-    if (begin < 0) return;
-    const int pieces = shape.hidden % 4 == 0 ? count / 4 : 0;
-    for (int at = begin; at < pieces; at += kBatch * step) {
-        float4 held[kBatch];
+// A part of x on its way to the host's memory. Made early, so that the first pieces are under way while the picks are found;
+// nobody waits here until what was sent is there. By all threads from `first` on.
+struct Parcel {
+    static constexpr int kHeld = 3;
+    float4 held[kHeld];
+    int begin, step, pieces, rest;
+
+    __device__ __forceinline__ Parcel(const float* x, int count, int first)
+        : begin(static_cast<int>(threadIdx.x) - first), step(static_cast<int>(blockDim.x) - first), pieces(count / 4),
+          rest(count) {
+        if (begin < 0) begin = rest;
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i)
-            if (at + i * step < pieces) held[i] = reinterpret_cast<const float4*>(x)[at + i * step];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i)
-            if (at + i * step < pieces) reinterpret_cast<float4*>(to)[at + i * step] = held[i];
+        for (int i = 0; i < kHeld; ++i)
+            if (begin + i * step < pieces) held[i] = reinterpret_cast<const float4*>(x)[begin + i * step];
     }
-    for (int i = pieces * 4 + begin; i < count; i += step) to[i] = x[i];
-}
+
+    __device__ __forceinline__ void send(const float* x, float* to) const {
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i)
+            if (begin + i * step < pieces) reinterpret_cast<float4*>(to)[begin + i * step] = held[i];
+        for (int at = begin + kHeld * step; at < pieces; at += step)
+            reinterpret_cast<float4*>(to)[at] = reinterpret_cast<const float4*>(x)[at];
+        for (int i = pieces * 4 + begin; i < rest; i += step) to[i] = x[i];
+    }
+};
 
 __device__ __forceinline__ int class_of_pick(const PostShape& shape, const PostTables& tables, long long flat) {
     const unsigned long long where = tables.where[flat], alias = tables.alias[flat];  // both under way at once
@@ -318,13 +326,11 @@ __device__ void post(const PostShape& shape, const PostTables& tables, const Pos
     const bool is_one = shape.rows == 1 && shape.top_k <= strata::rows::kBlockPicks && shape.num_experts <= kMostExperts;
     const bool may_miss = __syncthreads_or(is_one && read_tables(shape, tables, layer)) != 0;
     device::wait_for_previous();
-    // The row is on its way to the host while the picks are found, by warps that do not look for them if there are any. Of
-    // a round that was given up the CPU may still read what it was given last.
     const unsigned aborted = *static_cast<const volatile unsigned*>(&state->aborted);  // under way; used late
-    const int lookers = blockDim.x > strata::rows::kChunks * 32 ? strata::rows::kChunks * 32 : 0;
-    if (may_miss && p >= lookers && aborted == 0) mail_rows(shape, x, mail.x, lookers);
+    const int count = shape.rows * shape.hidden;
     if (is_one) {
         int expert = 0;
+        const Parcel parcel(x, may_miss ? count : 0, 32);  // the first warp splits the picks meanwhile
         if (router.logits != nullptr) {
             float weight = 0.0f;
             strata::rows::route_by_block(router.logits, shape.num_experts, shape.top_k, router.renormalise != 0, room,
@@ -337,11 +343,13 @@ __device__ void post(const PostShape& shape, const PostTables& tables, const Pos
         if (p < 32) {
             const int tasks = split_row(shape, tables, list, mail, layer, expert, state);
             if (p == 0) cpu[0] = cpu[1] = tasks;
+        } else if (aborted == 0) {  // of a round that was given up the CPU may still read what it was given last
+            parcel.send(x, mail.x);
         }
     } else {
         split_rows(shape, tables, list, mail, router, state, cpu);
         __syncthreads();
-        if (cpu[0] != 0 && aborted == 0) mail_rows(shape, x, mail.x, 0);
+        if (cpu[0] != 0 && aborted == 0) Parcel(x, count, 0).send(x, mail.x);
     }
     __syncthreads();
     if (p != 0 || cpu[0] == 0 || aborted != 0) return;
