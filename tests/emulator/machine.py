@@ -37,6 +37,9 @@ class EmulatedProgram(Program):
         self._guarded.append((whole, size))
         return whole[GUARD : GUARD + size].view(dtype).view(shape)
 
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self.empty(*shape, dtype=dtype).zero_()
+
     def check_guards(self) -> None:
         for whole, size in self._guarded:
             before, after = whole[:GUARD], whole[GUARD + size :]

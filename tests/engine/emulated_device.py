@@ -7,7 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from strata.config_sources import resolve_here
+from strata.engine import device_rounds
+from strata.engine import proof as proof_module
+from strata.engine import runtime as runtime_module
 from strata.engine.models import open_model
 from strata.engine.runtime import Runtime
 from strata.kernels.host import HostBackend, HostFaults
@@ -21,8 +26,26 @@ class EmulatedDevice:
         self.machine = EmulatedMachine(backward=backward)
         self.backend = HostBackend(nbytes, faults)
 
+    def trim(self) -> None:
+        """Nothing is kept of freed tensors."""
+
+    def describe(self) -> str:
+        return "an emulated card"
+
     def close(self) -> None:
         self.backend.close()
+
+
+@contextmanager
+def emulated_card() -> Iterator[None]:
+    """``--device cuda`` is an emulated card inside, for what opens its own device; a round has a minute."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (runtime_module, proof_module):
+            patch.setattr(module, "choose_card", lambda *_: object())
+        patch.setattr(runtime_module, "open_device", lambda *_: EmulatedDevice())
+        for name in ("ROUND_LIMIT_MS", "FILE_ROUND_LIMIT_MS"):
+            patch.setattr(device_rounds, name, 60_000)
+        yield
 
 
 @contextmanager

@@ -110,6 +110,19 @@ def test_a_round_without_an_answer_ends_and_the_repeated_one_is_right(kind: str,
         assert torch.equal(session.round([token])[0], expected[1])
 
 
+@pytest.mark.parametrize("options", [{}, {"expert_cache": 20, "pcie_frac": 0.5}])
+def test_what_is_taken_stays_within_plan_and_cap(options: dict[str, Any]) -> None:
+    """torch's allocator rounds up what the plan counts; that is the reserve's to bear, and the cap holds it all."""
+    with small("cuda", vram_gib=0.5, vram_reserve_mib=128, **options) as runtime:
+        transcript(runtime, prompt(61))
+        rounds, card = runtime.rounds, runtime.memory_use().card
+        assert rounds is not None
+        assert card is not None
+        assert rounds.buffer_bytes <= runtime.plan.vram["round buffers"]
+        assert card.most <= card.planned + (128 << 20)
+        assert card.most <= card.cap == 1 << 29
+
+
 def test_bits_per_byte_are_the_cpus_within_half_a_percent() -> None:
     golden = json.loads(GOLDEN.read_text())
     nats = 0.0

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from strata.engine.device_rounds import RoundGivenUp
+from strata.engine.round_profile import profile_prompt, profile_rounds
 from strata.engine.runtime import Runtime
 from strata.engine.session import Session
+from strata.engine.timeline import Timeline
 from strata.errors import CheckpointError, EngineError
 from strata.layers.ngram_hash import NgramHash
 from tests.engine.conftest import VOCABULARY, load
@@ -214,3 +216,46 @@ def test_a_timed_round_names_every_launch_and_commits_nothing(packs: dict[str, P
         timed = rounds.time_launches([3])
         assert [name for name, _ in timed] == [launch.kernel for launch in rounds.launches(1)]
         assert torch.equal(session.round([3]), expected)
+
+
+def test_the_plan_counts_what_recorded_rounds_take(packs: dict[str, Path]) -> None:
+    """Programs of any window use the same memory in turn; what they keep beside the state is the plan's, and little
+    less."""
+    ids = prompt(12, seed=7)
+    with device_runtime(packs["default"], expert_cache=5) as runtime:
+        rounds, planned = runtime.rounds, runtime.plan.vram
+        assert rounds is not None
+        assert rounds.buffer_bytes <= planned["round buffers"] < 1.5 * rounds.buffer_bytes
+        sequence = rounds.state.nbytes - rounds.state.record_bytes
+        assert sequence == planned["state"] + planned["KV"]
+        assert "prompt buffers" not in planned
+        before, session = rounds.buffer_bytes, Session(runtime)
+        expected = session.read_prompt(ids)
+        for rows in (3, 5):  # recorded now, in the blocks of the widest
+            session.round(ids[:rows])
+        assert before <= rounds.buffer_bytes <= min(1.05 * before, planned["round buffers"])
+        assert torch.equal(Session(runtime).read_prompt(ids), expected)
+
+
+def test_a_prompt_and_a_round_are_taken_apart_by_launches(packs: dict[str, Path]) -> None:
+    with device_runtime(packs["default"], expert_cache=5) as runtime:
+        assert runtime.rounds is not None
+        for profile, spans, kernels in (
+            (
+                lambda timeline: profile_prompt(runtime, prompt(11), timeline),
+                ["window"] * 2,
+                runtime.rounds.launches(8),
+            ),
+            (
+                lambda timeline: profile_rounds(runtime, [3, 4, 5], 20, timeline),
+                ["round"] * 3,
+                runtime.rounds.launches(1),
+            ),
+        ):
+            timeline = Timeline()
+            profile(timeline)
+            assert [one.name for one in timeline.spans if one.lane == "rounds"] == spans
+            found = [one.name for one in timeline.spans if one.lane == "card"]
+            assert found[0] == "round.begin"
+            assert found[-1] == "round.publish"
+            assert abs(len(found) - len(kernels)) < 8  # a prompt's window before the last has no head

@@ -8,14 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from strata.benchmark_record import Figure, Record
+from strata.checkpoint.export import plain_weight
 from strata.checkpoint.synthetic_reader import SyntheticWeights
 from strata.cli.app import main
 from strata.config_sources import resolve_here
 from strata.engine.cache_bench import record_trace
 from strata.engine.ceilings import Ceilings, RoundBytes, round_seconds
 from strata.engine.kept_runs import KeptRuns
+from strata.engine.memory_use import CardUse, MemoryUse
+from strata.engine.models import open_model
 from strata.engine.ready_probe import probe_ready
 from strata.engine.routing_counts import count_routing
 from strata.engine.runtime import Runtime
@@ -25,6 +29,7 @@ from strata.engine.synthetic_model import open_synthetic
 from strata.engine.synthetic_text import token_list
 from strata.engine.timeline import Timeline
 from strata.errors import ConfigError
+from strata.kernels.ops import Matrix
 from tests.engine.emulated_device import EmulatedDevice
 
 OPTIONS = ["--device", "cpu", "--threads", "1", "--ram-gib", "4", "--log-level", "error"]
@@ -90,7 +95,7 @@ def test_decode_is_measured_kept_and_resumed(
     assert main([*words, "--arm", "skewed"]) == 0
     text = capsys.readouterr().out
     for part in ("learned on 128 other tokens", "routing, counted over 24 tokens", "hit rate", "bytes a token",
-                 "served since the start", "measured: RAM", "% of the bound"):  # fmt: skip
+                 "served since the start", "measured: RAM", "% of the bound", "planned for the model"):  # fmt: skip
         assert part in text, part
     assert text.count("run: ") == 2
     assert main([*words, "--arm", "skewed", "--arm", "uniform"]) == 0
@@ -149,7 +154,41 @@ def test_ready_is_measured_in_a_process_of_its_own(tmp_path: Path, monkeypatch: 
     run = probe_ready(case, requested())
     assert 0 < run.imports < run.ready < run.first_round
     assert run.held == 64 * 28672
+    assert run.read == 0
     assert not run.on_card
+    assert run.memory[0].startswith("RAM ")
+    assert run.details["ram_most_gib"] >= run.details["ram_gib"] > 0
+    assert f"{(run.held + run.dense) / 1e9:.1f} GB computed" in run.lines()[0]
+
+
+def test_a_computed_model_is_written_as_a_pack_and_ready_from_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STRATA_HOME", str(tmp_path / "home"))
+    pack = tmp_path / "pack"
+    words = ["--synthetic", "tiny-hyper", "--layers", "2"]
+    assert main(["bench", "pack", *words, "--to", str(pack), *OPTIONS]) == 0
+    computed, written = open_synthetic("tiny-hyper", 2), open_model(str(pack))
+    for layer, expert in ((0, 0), (1, 63)):
+        one, other = (model.reader.read_expert(layer, expert) for model in (computed, written))
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+    for name, weight in computed.dense().items():
+        other_weight = written.dense()[name]
+        if isinstance(weight, (Matrix, torch.Tensor)):
+            assert isinstance(other_weight, (Matrix, torch.Tensor))
+            torch.testing.assert_close(plain_weight(weight), plain_weight(other_weight), rtol=0, atol=1e-2)
+    read = computed.reader.dense_bytes + 2 * 64 * computed.reader.layout.blob_bytes
+    computed.close()
+    written.close()
+    capsys.readouterr()
+    assert main(["bench", "ready", str(pack), "--runs", "2", *OPTIONS]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("ready in ") and line.endswith(" GB read") for line in lines) == 2
+    record = json.loads(last)
+    assert set(record["figures"]) == {"ready_s", "imports_s", "load_s", "load_over_drive"}
+    assert record["figures"]["load_s"]["runs"] == 2
+    assert record["machine"]["ready_read_gb"] == pytest.approx(read / 1e9, abs=0.01)
 
 
 def test_a_profile_is_written_and_drawn_or_refused(
@@ -165,9 +204,14 @@ def test_a_profile_is_written_and_drawn_or_refused(
     assert names.count("round") == 8
     assert names.count("experts") == 16
     assert {"linear", "hyper_mix", "router"} <= set(names)
-    drawn = (tmp_path / "tiny-hyper-decode.png").exists()
-    assert drawn == ("\ndrawn: " in text)
-    assert drawn != ("\nnot drawn: a picture needs matplotlib" in text)
+    assert "timeline of a prompt of 512 tokens" in text
+    events = json.loads((tmp_path / "tiny-hyper-prompt.trace.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert (names.count("chunk"), names.count("experts")) == (1, 2)
+    for part in ("decode", "prompt"):
+        drawn = (tmp_path / f"tiny-hyper-{part}.png").exists()
+        assert drawn == (f"\ndrawn: tiny-hyper-{part}.png" in text)
+        assert drawn != ("\nnot drawn: a picture needs matplotlib" in text)
 
 
 def test_spans_of_a_card_follow_one_another(tmp_path: Path) -> None:
@@ -221,7 +265,8 @@ def test_names_that_are_not_known_are_refused(capsys: pytest.CaptureFixture[str]
         find_arms(["deep"])
     assert [arm.name for arm in find_arms([])] == ["skewed", "independent", "uniform"]
     for words, line in (
-        (["ready"], "bench ready needs --synthetic"),
+        (["pack"], "bench pack needs --synthetic"),
+        (["pack", "--synthetic", "tiny-hyper"], "bench pack needs --to"),
         (["prompt", "--synthetic", "tiny-hyper"], "bench prompt has no --synthetic"),
         (["decode", "--synthetic", "nothing"], "no synthetic shape 'nothing'"),
         (["decode", "--synthetic", "tiny-hyper", "--dense", "q4"], "--dense 'q4' is not known"),
@@ -287,3 +332,34 @@ def test_a_card_counts_the_same_picks_at_a_made_up_position() -> None:
     runtime.close()
     model.close()
     device.close()
+
+
+@pytest.mark.parametrize(("shape", "layers", "context"), [("tiny-hyper", 4, 4096), ("tiny-attention", 3, 20000)])
+def test_a_card_keeps_what_was_planned_for_rounds(shape: str, layers: int, context: int) -> None:
+    model = open_synthetic(shape, layers)
+    device = EmulatedDevice()
+    asked = requested(max_context=context, expert_cache=20, vram_reserve_mib=0)
+    runtime = Runtime.open(model, asked, device=device)
+    assert runtime.rounds is not None
+    planned = runtime.plan.vram["round buffers"]
+    assert runtime.rounds.buffer_bytes <= planned <= 1.2 * runtime.rounds.buffer_bytes
+    assert runtime.memory_use().card is None
+    runtime.close()
+    model.close()
+    device.close()
+
+
+def test_what_was_taken_is_said_beside_the_plan() -> None:
+    card = CardUse(most=31 << 30, slots=26 << 30, planned=30 << 30, total=33 << 30, cap=32 << 30)
+    use = MemoryUse(card, 60 << 30, 61 << 30, 70 << 30, locked=48 << 30, lock_seconds=6.0, lock_path=2)
+    vram = "VRAM at most 31.00 GiB (26.00 GiB of expert slots), 30.00 GiB planned, cap 32.00 GiB"
+    assert use.lines() == [
+        f"{vram}; the card has 33.00 GiB less free than before",
+        "RAM 60.00 GiB now, at most 61.00 GiB, 70.00 GiB planned for the model, headroom included",
+        "page-locked 48.00 GiB in 6.00 s (8.0 GiB/s), path 2",
+    ]
+    assert use.as_details()["lock_gib_per_s"] == 8.0
+    assert use.as_details()["vram_most_gib"] == 31.0
+    nothing = MemoryUse(None, None, None, 1 << 30, locked=0, lock_seconds=0.0, lock_path=0)
+    assert nothing.lines() == []
+    assert nothing.lock_rate == 0

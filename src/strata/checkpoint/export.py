@@ -24,7 +24,7 @@ from strata.errors import CheckpointError
 from strata.kernels.ops import Matrix
 from strata.quant.blocks import QuantisedMatrix, dequantise
 
-__all__ = ["export_checkpoint", "export_reader"]
+__all__ = ["export_checkpoint", "export_reader", "plain_weight"]
 
 SHARD_BYTES = 4 << 30
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")
@@ -126,7 +126,7 @@ class _Exporter:
                 shape = (rows, 1, *record.shape[1:])  # depthwise: one input channel a group
 
             def make(first: int = first, rows: int = rows, shape: tuple[int, ...] = shape) -> Iterator[torch.Tensor]:
-                weight = _plain(self.reader.load_weight(name))
+                weight = plain_weight(self.reader.load_weight(name))
                 yield (weight[first : first + rows] if record.shape else weight).reshape(shape)
 
             yield part, shape, "I64" if integers else "BF16", make
@@ -137,7 +137,7 @@ class _Exporter:
         width = sum(record.shape[1] for _, record in parts)
 
         def make() -> Iterator[torch.Tensor]:
-            yield torch.cat([_plain(self.reader.load_weight(name)) for name, _ in parts], 1)
+            yield torch.cat([plain_weight(self.reader.load_weight(name)) for name, _ in parts], 1)
 
         return source, (parts[0][1].shape[0], width), "BF16", make
 
@@ -181,7 +181,7 @@ class _Exporter:
         return dequantise(matrix)[0]
 
 
-def _plain(weight: DenseWeight) -> torch.Tensor:
+def plain_weight(weight: DenseWeight) -> torch.Tensor:
     """The tensor that a weight stands for: FP32, or int64 for integers."""
     if not isinstance(weight, Matrix):
         assert isinstance(weight, torch.Tensor)

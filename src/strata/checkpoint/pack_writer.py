@@ -57,6 +57,8 @@ __all__ = ["LAYOUT_NUMBER", "FamilyModule", "PackOptions", "Progress", "pack_che
 LAYOUT_NUMBER = 1  # of ExpertLayout; a pack of another layout is made again
 EXPERT_FILE_BYTES = 4 << 30
 MANIFEST_ROOM = (768, 192)  # bytes in the manifest, at the most: a weight, and each source tensor of it
+PackedExperts = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+"""From layer and expert to a blob of the pack's layout and its three tensor scales."""
 _MATRIX_FORMATS = ("q8_0", "bf16", "f32")
 
 
@@ -113,9 +115,12 @@ def write_pack(
     family: str,
     options: PackOptions = PackOptions(),
     progress: Progress | None = None,
+    *,
+    blobs: PackedExperts | None = None,
 ) -> Path:
-    """Writes the pack of any source of weights; see ``pack_checkpoint``."""
-    writer = _PackWriter(source, family, options, progress)
+    """Writes the pack of any source of weights; see ``pack_checkpoint``. ``blobs``: the source's experts as they are to
+    be stored, in place of ``read_expert``."""
+    writer = _PackWriter(source, family, options, progress, blobs)
     with WholeFolder(destination, writer.total_bytes) as folder:
         writer.write(folder)
     return folder.destination
@@ -124,7 +129,15 @@ def write_pack(
 class _PackWriter:
     """One run: plans in the constructor, writes once."""
 
-    def __init__(self, source: WeightSource, family: str, options: PackOptions, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        family: str,
+        options: PackOptions,
+        progress: Progress | None,
+        blobs: PackedExperts | None = None,
+    ) -> None:
+        self._blobs = blobs
         self.source, self.family, self.options = source, family, options
         self._progress = progress
         self._done = 0
@@ -273,6 +286,10 @@ class _PackWriter:
     def _pack_batch(self, places: list[tuple[int, int]]) -> tuple[torch.Tensor, list[int], torch.Tensor]:
         assert self.layout is not None
         layout = self.layout
+        if self._blobs is not None:
+            packed = [self._blobs(layer, expert) for layer, expert in places]
+            sums = [checksum(blob.numpy()) for blob, _ in packed]
+            return torch.stack([blob for blob, _ in packed]), sums, torch.stack([scales for _, scales in packed])
         batch = [self._read_expert(layer, expert) for layer, expert in places]
         blobs, tensor_scales = packing.pack(
             layout,

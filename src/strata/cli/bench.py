@@ -13,24 +13,31 @@ import typer
 
 from strata.benchmark_record import record_path
 from strata.cli.configure import Configure
-from strata.cli.synthetic_bench import SyntheticWords, run_synthetic, write_checkpoint
+from strata.cli.synthetic_bench import (
+    SyntheticWords,
+    bench_ready,
+    run_synthetic,
+    write_checkpoint,
+    write_computed_pack,
+)
 from strata.errors import ConfigError
 
 if TYPE_CHECKING:
     from strata.benchmark_record import Record
     from strata.config import Requested
 
-KINDS = ("kernels", "cache", "decode", "prompt", "ready", "checkpoint")
+KINDS = ("kernels", "cache", "decode", "prompt", "ready", "checkpoint", "pack")
 SYNTHETIC_TOKENS = 512
 
 
 def command(
     configure: Configure,
     what: Annotated[
-        str, typer.Argument(metavar="kernels|cache|decode|prompt|ready|checkpoint", help="What to measure.")
+        str, typer.Argument(metavar="kernels|cache|decode|prompt|ready|checkpoint|pack", help="What to measure.")
     ],
     name: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="cache, decode, prompt: the model; else the built-in one.")
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="cache, decode, prompt, ready: the model; else the built-in one."),
     ] = None,
     gib: Annotated[float, typer.Option(help="kernels: GiB of distinct experts, each read once a pass.")] = 4.0,
     repeats: Annotated[int, typer.Option(min=1, help="kernels: passes; the best counts.")] = 5,
@@ -47,7 +54,8 @@ def command(
         bool, typer.Option("--measure", help="decode, prompt: measure this machine again for the forecast.")
     ] = False,
     synthetic: Annotated[
-        str | None, typer.Option(metavar="SHAPE", help="decode, ready, checkpoint: a computed model of a known shape.")
+        str | None,
+        typer.Option(metavar="SHAPE", help="decode, ready, checkpoint, pack: a computed model of a known shape."),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="synthetic: its first layers alone.")] = None,
     arm: Annotated[
@@ -60,7 +68,7 @@ def command(
     profile: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="synthetic: writes a timeline of a few rounds, and draws it.")
     ] = None,
-    to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="checkpoint: where it is written.")] = None,
+    to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="checkpoint, pack: where it is written.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="PNG", help="cache: draw hit rate against slots.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep the record in FOLDER/<machine>/.")] = None,
     machine: Annotated[str, typer.Option(help="What this machine is called in a kept record.")] = "this-pc",
@@ -69,22 +77,24 @@ def command(
     if what not in KINDS:
         raise ConfigError(f"bench {what!r} is not known", f"use one of: {', '.join(KINDS)}")
     requested = configure(name)
-    if what in ("ready", "checkpoint") and synthetic is None:
-        raise ConfigError(f"bench {what} needs --synthetic SHAPE", "strata bench ready --synthetic SHAPE")
+    if what in ("checkpoint", "pack") and synthetic is None:
+        raise ConfigError(f"bench {what} needs --synthetic SHAPE", f"strata bench {what} --synthetic SHAPE --to FOLDER")
     if synthetic is not None:
         tokens = decode or SYNTHETIC_TOKENS
         words = SyntheticWords(
             synthetic, layers, arm or (), runs, tokens, learn, dense, experts, weight_seed, profile, out, machine
         )
-        if what == "checkpoint":
+        if what in ("checkpoint", "pack"):
             if to is None:
-                raise ConfigError("bench checkpoint needs --to FOLDER", "name a folder that is not there yet")
-            write_checkpoint(words, to)
+                raise ConfigError(f"bench {what} needs --to FOLDER", "name a folder that is not there yet")
+            (write_checkpoint if what == "checkpoint" else write_computed_pack)(words, to)
             return 0
         print(run_synthetic(what, words, requested).line())
         return 0
     if what == "cache":
         record = bench_cache(requested, text, tokens, plot)
+    elif what == "ready":
+        record = bench_ready(requested, runs)
     elif what == "kernels":
         record = bench_kernels(requested, gib, repeats)
     else:

@@ -6,7 +6,6 @@ kept as soon as it ends.
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,9 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from strata.config import Requested
+    from strata.engine.ready_probe import ReadyRun
     from strata.engine.synthetic_bench import SyntheticCase
+    from strata.engine.timeline import Timeline
 
-__all__ = ["SyntheticWords", "run_synthetic", "write_checkpoint"]
+__all__ = ["SyntheticWords", "bench_ready", "run_synthetic", "write_checkpoint", "write_computed_pack"]
 
 LONG_CONTEXT = 40960  # figures of a longer one say so in their name
 PROFILED_ROUNDS = 8
@@ -71,44 +72,68 @@ def run_synthetic(what: str, words: SyntheticWords, requested: Requested) -> Rec
 
 
 def _decode(case: SyntheticCase, words: SyntheticWords, requested: Requested) -> Record:
-    from strata.engine.synthetic_bench import find_arms, run_decode_arm
+    from strata.engine.synthetic_bench import find_arms, run_decode_arms
 
     figures: dict[str, Figure] = {}
     counts: dict[str, object] = {}
     record = None
-    for arm in find_arms(words.arms):
-        print(f"-- {words.shape}: {arm.name}")
-        found = run_decode_arm(case, arm, requested)
+    for found in run_decode_arms(case, find_arms(words.arms), requested):
+        arm = found.arm
         figures[_name(arm.figure, found.figure)] = found.figure
         if found.routing is not None:
             counts[arm.name] = {name: value for name, value in vars(found.routing).items() if value is not None}
+        counts[f"{arm.name}_memory"] = found.memory.as_details()
         record = _record(case, words, requested, "decode", figures, counts, on_card=found.on_card)
     assert record is not None
     return record
 
 
 def _ready(case: SyntheticCase, words: SyntheticWords, requested: Requested) -> Record:
-    from strata.engine.ready_probe import probe_ready
+    from strata.engine.ready_probe import ready_figures
 
-    runs = [probe_ready(case, requested) for _ in range(words.runs)]
-    filled = (runs[0].held + runs[0].dense) / 1e9
-    for run in runs:
-        print(
-            f"ready in {run.ready:.2f} s, of which imports {run.imports:.2f} s; first round done at "
-            f"{run.first_round:.2f} s; {filled:.1f} GB computed, none read from a drive"
-        )
-    figures = {}
-    for name, values in (("ready_s", [run.ready for run in runs]), ("imports_s", [run.imports for run in runs])):
-        median = round(statistics.median(values), 3)
-        figures[name] = Figure(
-            median, "s", min=round(min(values), 3), max=round(max(values), 3), runs=len(values),
-            vram_gib=requested.vram_gib, kv=str(requested.kv), dense=words.dense,
-        )  # fmt: skip
+    runs = _probe(case, requested, words.runs)
+    figures = ready_figures(runs, vram_gib=requested.vram_gib, kv=str(requested.kv), dense=words.dense)
     details = {
         "ready_from": "weights computed in place, nothing read from a drive",
-        "ready_filled_gb": round(filled, 2),
+        "ready_filled_gb": round((runs[0].held + runs[0].dense) / 1e9, 2),
+        "ready_memory": runs[-1].details,
     }
     return _record(case, words, requested, "ready", figures, details, on_card=runs[0].on_card)
+
+
+def bench_ready(requested: Requested, runs: int) -> Record:
+    """Of a model in files, the page cache dropped before each run; the drive's own rate is read before the first."""
+    from strata.engine.models import open_model
+    from strata.engine.ready_probe import measure_drive, ready_figures
+    from strata.kernels.bench import machine
+
+    opened = open_model(requested.model)
+    folder = opened.reader.folder
+    opened.close()
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    drive = measure_drive(files)
+    found = _probe(None, requested, runs, files)
+    read = found[0].read
+    print(f"the drive gives {drive / 1e9:.2f} GB/s: {read / 1e9:.2f} GB take it {read / drive:.2f} s")
+    figures = ready_figures(found, drive, vram_gib=requested.vram_gib, kv=str(requested.kv))
+    details = {
+        "ready_from": "files, the page cache dropped before each run", "ready_read_gb": round(read / 1e9, 2),
+        "drive_gb_per_s": round(drive / 1e9, 2), "ready_memory": found[-1].details,
+    }  # fmt: skip
+    return Record("strata bench ready MODEL", machine() | details, figures)
+
+
+def _probe(case: SyntheticCase | None, requested: Requested, count: int, files: Sequence[Path] = ()) -> list[ReadyRun]:
+    """``count`` runs, each with nothing of ``files`` in the page cache; says each."""
+    from strata.engine.ready_probe import probe_ready
+    from strata.memory.file_rate import drop_caches
+
+    runs = []
+    for _ in range(count):
+        drop_caches(files)
+        runs.append(probe_ready(case, requested))
+        print("\n".join(runs[-1].lines()))
+    return runs
 
 
 def _name(name: str, figure: Figure) -> str:
@@ -140,19 +165,35 @@ def _record(
 
 
 def _profile(case: SyntheticCase, folder: Path, requested: Requested) -> None:
-    from strata.engine.synthetic_bench import profile_decode
+    from strata.engine.profile_bench import profile_synthetic
 
-    timeline = profile_decode(case, requested, PROFILED_ROUNDS)
-    trace, picture = folder / f"{case.shape}-decode.trace.json", folder / f"{case.shape}-decode.png"
+    found = profile_synthetic(case, requested, PROFILED_ROUNDS)
+    said = f"timeline of {found.rounds} rounds", f"timeline of a prompt of {found.prompt_tokens} tokens"
+    _write_timeline(found.decode, folder, f"{case.shape}-decode", said[0], found.rounds, "ms a round")
+    _write_timeline(found.prompt, folder, f"{case.shape}-prompt", said[1], 1, "ms in all")
+
+
+def _write_timeline(timeline: Timeline, folder: Path, name: str, said: str, over: int, unit: str) -> None:
+    """Trace and picture of ``name``, and where most of the time went, ``over`` so many."""
+    trace, picture = folder / f"{name}.trace.json", folder / f"{name}.png"
     timeline.write_trace(trace)
-    print(f"timeline of {PROFILED_ROUNDS} rounds: {trace.name}; ms a round by part (rounds hold the others):")
-    for name, seconds in list(timeline.totals().items())[:12]:
-        print(f"  {name:<24}{1e3 * seconds / PROFILED_ROUNDS:9.3f}")
+    print(f"{said}: {trace.name}; {unit} by part (spans that hold others count beside them):")
+    for part, seconds in list(timeline.totals().items())[:12]:
+        print(f"  {part:<24}{1e3 * seconds / over:9.3f}")
     try:
         timeline.draw(picture)
         print(f"drawn: {picture.name}")
     except ConfigError as error:
         print(f"not drawn: {error}")
+
+
+def write_computed_pack(words: SyntheticWords, destination: Path) -> None:
+    """Writes the computed model as a pack."""
+    from strata.engine.synthetic_model import write_synthetic_pack
+
+    case = words.case()
+    folder = write_synthetic_pack(case.shape, case.num_layers, case.weights, destination)
+    print(f"written: {folder.name}, {sum(path.stat().st_size for path in folder.iterdir()) / 1e9:.2f} GB as a pack")
 
 
 def write_checkpoint(words: SyntheticWords, destination: Path) -> None:

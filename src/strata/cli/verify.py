@@ -56,6 +56,8 @@ def command(
         if not as_json:
             shown = ", ".join(f"{length:,}" for length in proof.prompt_lengths)
             print(f"sha256 of all logits and of all tokens; prompts of {shown} tokens, {tokens} decoded after each")
+            if self_test and proof.not_planted:
+                print(f"not planted on a card, --device cpu has them: {', '.join(proof.not_planted)}")
             print(HEADER)
         results: list[ArmResult] = []
         total = proof.count_self_tests() if self_test else len(proof.chosen(arm or []))

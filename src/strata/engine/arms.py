@@ -24,7 +24,7 @@ from strata.kernels.host import HostFaults
 from strata.option_values import Prefill
 from strata.stats import difference
 
-__all__ = ["Arm", "SelfTest", "all_arms", "demo_arms", "run_arm", "run_arms", "self_tests"]
+__all__ = ["HOST_ALONE", "Arm", "SelfTest", "all_arms", "demo_arms", "run_arm", "run_arms", "self_tests"]
 
 PATH_1, PATH_2, PATH_3 = (f"page_lock_path = {path}" for path in (1, 2, 3))
 SOUND = HostFaults()  # a device that does nothing wrong
@@ -220,8 +220,25 @@ def demo_arms(model: OpenModel, prompt_rows: int, *, on_card: bool = False) -> l
     ]
 
 
-def self_tests(model: OpenModel) -> list[SelfTest]:
-    """One bit flipped in each tier in turn, a swap's copy dropped, a staging buffer reused early."""
+# Faults that a card cannot be given: what its rounds read from a file is compared anew each time, and its prompts are
+# windows that stage nothing.
+HOST_ALONE = (f"one bit flipped in {Tier.FILE.name}", "a staging buffer reused early")
+
+
+def self_tests(model: OpenModel, *, on_card: bool = False) -> list[SelfTest]:
+    """One bit flipped in each tier in turn, a swap's copy dropped, a staging buffer reused early; on a card without
+    ``HOST_ALONE``, and page-locked experts are read by the CPU in one test and over the link in another."""
+    tests = _host_self_tests(model)
+    if not on_card:
+        return tests
+    arms = {arm.name: arm for arm in all_arms(model, on_card=True)}
+    planted = [dataclasses.replace(one, arm=arms[one.arm.name]) for one in tests if one.name not in HOST_ALONE]
+    pinned = next(one for one in planted if one.arm.name == "arena, path 1")
+    over_link = dataclasses.replace(pinned, name=f"{pinned.name}, link", arm=arms["PCIe share 1.0"])
+    return [*planted, over_link]
+
+
+def _host_self_tests(model: OpenModel) -> list[SelfTest]:
     arms = {arm.name: arm for arm in all_arms(model)}
     tiers = {
         Tier.VRAM: "slots: 50 %",

@@ -21,7 +21,15 @@ from strata.kernels.cuda.copies import COPY_IN
 from strata.kernels.cuda.expert_step import ExpertStep, RoundMemory
 from strata.kernels.cuda.mailbox import Mailbox
 from strata.kernels.cuda.ops import CudaOps
-from strata.kernels.cuda.program import MAX_WINDOW, Launch, Machine, Program, RoundInputs, Runnable
+from strata.kernels.cuda.program import (
+    MAX_WINDOW,
+    Launch,
+    Machine,
+    Program,
+    ProgramMemory,
+    RoundInputs,
+    Runnable,
+)
 from strata.kvcache.device_state import DeviceState
 
 if TYPE_CHECKING:
@@ -33,7 +41,7 @@ if TYPE_CHECKING:
     from strata.models.family import LogitRows, Model
     from strata.quant.layout import ExpertLayout
 
-__all__ = ["DeviceRounds", "DeviceSequence", "RoundGivenUp"]
+__all__ = ["Answer", "DeviceRounds", "DeviceSequence", "RoundGivenUp"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +94,7 @@ class DeviceRounds:
         self._words, self._ticket_word = whole, whole[MAX_WINDOW + 3 :]
         self._inputs = RoundInputs(whole[3 : MAX_WINDOW + 3], whole[:1], whole[1:2], whole[2:3])
         self._memory = RoundMemory.on(device)
+        self._buffers = ProgramMemory(device)
         self._backend = backend
         self._owned = ExitStack()
         with ExitStack() as owned:
@@ -108,7 +117,7 @@ class DeviceRounds:
 
     def prepare(self, windows: Sequence[int] = (1, MAX_WINDOW)) -> None:
         """Records, loads and captures these window sizes, so that no round waits for it."""
-        for rows in windows:
+        for rows in sorted(windows, reverse=True):
             self._round(rows, "logits")
         if 1 in windows:
             self._round(1, "best")
@@ -170,6 +179,12 @@ class DeviceRounds:
         best: list[int] = self._mailbox.best[:rows].tolist()
         return best
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Device memory of recorded rounds beside weights, experts and the sequence's own state."""
+        zeroed = sum(one.program.zeroed_bytes for one in self._rounds.values())
+        return self._buffers.nbytes + zeroed + self.state.record_bytes
+
     def describe(self) -> dict[str, int]:
         """Launches of the recorded rounds by window size, and of their layers."""
         return {f"{rows} rows, {answer}": len(r.launches) for (rows, answer), r in sorted(self._rounds.items())}
@@ -178,12 +193,12 @@ class DeviceRounds:
         """Of a round with logits, for a profile."""
         return self._round(rows, "logits").launches
 
-    def time_launches(self, ids: Sequence[int]) -> list[tuple[str, float]]:
+    def time_launches(self, ids: Sequence[int], answer: Answer = "logits") -> list[tuple[str, float]]:
         """A round with a mark between each two launches: (kernel, seconds). It is not to be committed.
 
         Raises ``RoundGivenUp``.
         """
-        chosen = self._round(len(ids), "logits")
+        chosen = self._round(len(ids), answer)
         self._write_inputs(ids)
         self.state.gather(ids)
         if self.dispatch.refresh():
@@ -248,7 +263,7 @@ class DeviceRounds:
 
     def _record(self, rows: int, answer: Answer) -> _Round:
         machine = self._machine
-        program = Program(machine.device, machine.multiprocessors)
+        program = Program(machine.device, machine.multiprocessors, memory=self._buffers)
         state = self.state.record(program, rows)
         ops = CudaOps(program, self._inputs, cache_bytes=machine.cache_bytes)
         step = ExpertStep(ops, self._layout, self.dispatch.tables, self._memory, self._mailbox, rows, self._top_k)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from strata.engine.session import Session
 
-__all__ = ["ArmResult", "Script", "Transcript", "compare", "play", "prompt_ids"]
+__all__ = ["NOT_FINITE", "ArmResult", "Script", "Transcript", "compare", "play", "prompt_ids"]
+
+NOT_FINITE = "the logits are not finite"
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class _Decode:
 
     def _take(self, logits_V: torch.Tensor) -> None:
         if not bool(logits_V.isfinite().all()):
-            raise EngineError("the logits are not finite", "the checkpoint or a copy of it is damaged")
+            raise EngineError(NOT_FINITE, "the checkpoint or a copy of it is damaged")
         self._digest.update(logits_V.contiguous().numpy().tobytes())
         self._tokens.append(int(logits_V.numpy().argmax()))
 

@@ -104,8 +104,8 @@ def memory_request(requested: Requested, machine: Machine, max_context: int, chu
 
 
 def request_of_windows(request: MemoryRequest) -> MemoryRequest:
-    """For a card, on which a prompt runs as decode windows: no ring, and buffers of a window's rows alone."""
-    return replace(request, pass_rows=MAX_WINDOW, ring_slots=0)
+    """For a card, on which a prompt runs as decode windows: no ring, and the buffers of recorded rounds."""
+    return replace(request, pass_rows=MAX_WINDOW, ring_slots=0, as_windows=True)
 
 
 def pin_request(requested: Requested, rule: PinRequest) -> PinRequest:

@@ -12,7 +12,7 @@ from strata.checkpoint.pack_writer import Progress
 from strata.config import Requested
 from strata.engine import arms as placements
 from strata.engine.devices import choose_card
-from strata.engine.identity import ArmResult, Script, Transcript
+from strata.engine.identity import NOT_FINITE, ArmResult, Script, Transcript
 from strata.engine.models import OpenModel, open_model
 from strata.engine.runtime import probe
 from strata.errors import ConfigError
@@ -88,7 +88,12 @@ class Proof:
         yield from placements.run_arms(self._model, self._requested, self.chosen(wanted), self._script)
 
     def count_self_tests(self) -> int:
-        return len(placements.self_tests(self._model))
+        return len(placements.self_tests(self._model, on_card=self.on_card))
+
+    @property
+    def not_planted(self) -> tuple[str, ...]:
+        """Self-tests that a card leaves out."""
+        return placements.HOST_ALONE if self.on_card else ()
 
     def demo(self, prompt: str, on_progress: Callable[[str, str], None] | None = None) -> Iterator[ArmResult]:
         """The demo's placements over one prompt of text."""
@@ -103,15 +108,13 @@ class Proof:
         )
 
     def self_tests(self) -> Iterator[ArmResult]:
-        """Each planted fault as a row; good when the fault was found and its arm named. Raises ``ConfigError`` on a
-        card: faults are planted in memory that the CPU writes."""
-        if self.on_card:
-            raise ConfigError("--self-test plants its faults on the CPU", "use --device cpu")
-        first = placements.all_arms(self._model)[0]
+        """Each planted fault as a row; good when the fault was found and its arm named."""
+        on_card = self.on_card
+        first = placements.all_arms(self._model, on_card=on_card)[0]
         base = placements.run_arm(self._model, self._requested, first, self._script, reference=None)
         reference = base.transcript
         assert reference is not None, "the reference's error is raised"
-        for test in placements.self_tests(self._model):
+        for test in placements.self_tests(self._model, on_card=on_card):
             yield self._plant(test, reference)
 
     def _plant(self, test: placements.SelfTest, reference: Transcript) -> ArmResult:
@@ -120,6 +123,9 @@ class Proof:
             self._model, self._requested, test.arm, self._script, reference=reference, injection=injection
         )
         name = f"{test.name}"
+        if injection.happened and result.error.startswith(NOT_FINITE):
+            found = f"found: arm '{test.arm.name}' ended, {NOT_FINITE}"
+            return ArmResult(name, Transcript(), result.counters, found=found)
         if result.error:
             return ArmResult(name, None, result.counters, error=result.error)
         if not injection.happened:

@@ -1,60 +1,115 @@
 """From a process's start to the first round possible, in a process of its own: what ``strata bench ready`` measures.
 
 Lives in ``engine`` because it opens a model as any command does. Everything heavy is imported inside, so that imports
-are timed apart from planning, taking memory and filling it. It must not know what a tier is.
+are timed apart from planning, taking memory and filling it. A pack is read with the page cache dropped before. It must
+not know what a tier is.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strata.errors import EngineError
 
 if TYPE_CHECKING:
+    from strata.benchmark_record import Figure
     from strata.config import Requested
+    from strata.engine.models import OpenModel
     from strata.engine.synthetic_bench import SyntheticCase
 
-__all__ = ["ReadyRun", "main", "probe_ready"]
+__all__ = ["ReadyRun", "main", "measure_drive", "probe_ready", "ready_figures"]
 
 LIMIT_SECONDS = 8 * 60
+DRIVE_BYTES = 4 << 30  # read at most for the drive's own rate
+GIGA = 1e9
 _PROGRAM = "from strata.engine.ready_probe import main; main()"
 
 
 @dataclass(frozen=True)
 class ReadyRun:
     """Seconds since the process was started: when imports were done, when the first round was possible, when it was
-    done. ``held``: bytes of experts that were filled; ``dense``: of dense weights."""
+    done; ``load``: of them those of planning, taking memory and filling it. ``held``: bytes of experts that were
+    filled; ``dense``: of dense weights; ``read``: bytes read from files, 0 where weights are computed. ``memory``: what
+    was taken, as lines and as a record's details (``memory_use``)."""
 
     imports: float
     ready: float
     first_round: float
+    load: float
     held: float
     dense: float
+    read: float
     on_card: bool
+    memory: tuple[str, ...]
+    details: Mapping[str, float]
+
+    def lines(self) -> list[str]:
+        source = (
+            f"{self.read / GIGA:.1f} GB read" if self.read else f"{(self.held + self.dense) / GIGA:.1f} GB computed"
+        )
+        said = f"ready in {self.ready:.2f} s, of which imports {self.imports:.2f} s and the load {self.load:.2f} s"
+        return [f"{said}; first round done at {self.first_round:.2f} s; {source}", *self.memory]
 
 
-def probe_ready(case: SyntheticCase, requested: Requested) -> ReadyRun:
-    """One process that opens the skewed model and runs one round. Raises ``EngineError`` with its last line."""
+def probe_ready(case: SyntheticCase | None, requested: Requested) -> ReadyRun:
+    """One process that opens the skewed computed model, or for no ``case`` the one that was asked for, and runs one
+    round. Raises ``EngineError`` with its last line."""
     flags = {
         name: _plain(getattr(requested, name)) for name, origin in requested.origins.items() if origin != "default"
     }
-    words = {
-        "began": time.time(), "shape": case.shape, "num_layers": case.num_layers, "seed": case.weights.seed,
-        "experts": case.weights.experts, "dense": case.weights.dense, "flags": flags,
-    }  # fmt: skip
+    words: dict[str, object] = {"began": time.time(), "flags": flags}
+    if case is not None:
+        words |= {
+            "shape": case.shape, "num_layers": case.num_layers, "seed": case.weights.seed,
+            "experts": case.weights.experts, "dense": case.weights.dense,
+        }  # fmt: skip
     command = [sys.executable, "-c", _PROGRAM, json.dumps(words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise EngineError(f"the process that was to get ready ended with {done.returncode}: {last}")
-    return ReadyRun(**json.loads(lines[-1]))
+    found = json.loads(lines[-1])
+    return ReadyRun(**(found | {"memory": tuple(found["memory"])}))
+
+
+def ready_figures(runs: Sequence[ReadyRun], drive: float | None = None, **facts: object) -> dict[str, Figure]:
+    """Medians of the runs; with ``drive`` (bytes a second) also the load over what reading its bytes takes."""
+    from strata.benchmark_record import Figure
+
+    values = {name: ([getattr(run, name) for run in runs], "s") for name in ("ready", "imports", "load")}
+    named = {f"{name}_s": value for name, value in values.items()}
+    if any(run.details["lock_gib_per_s"] for run in runs):
+        named["page_lock_rate"] = ([run.details["lock_gib_per_s"] for run in runs], "GiB/s")
+    if drive is not None:
+        named["load_over_drive"] = ([run.load * drive / run.read for run in runs], "ratio")
+    return {
+        name: Figure(
+            round(statistics.median(found), 3), unit, min=round(min(found), 3), max=round(max(found), 3),
+            runs=len(found), **facts,  # type: ignore[arg-type]
+        )
+        for name, (found, unit) in named.items()
+    }  # fmt: skip
+
+
+def measure_drive(files: Sequence[Path]) -> float:
+    """Bytes a second that the drive gives for these files, the faster of reading through the page cache and past it.
+    Afterwards the page cache holds nothing of them."""
+    from strata.memory.file_rate import drop_caches, read_rate
+
+    drop_caches(files)
+    rate = max(read_rate(files, DRIVE_BYTES, direct=direct) for direct in (False, True))
+    drop_caches(files)
+    return rate
 
 
 def _plain(value: object) -> object:
@@ -66,29 +121,47 @@ def _plain(value: object) -> object:
 def main() -> None:
     """The child's whole run; its last line is a ``ReadyRun``."""
     words: Mapping[str, object] = json.loads(sys.argv[1])
-    from strata.checkpoint.synthetic_reader import SyntheticWeights
     from strata.config_sources import resolve_here
     from strata.engine.runtime import Runtime
     from strata.engine.session import Session
-    from strata.engine.synthetic_model import open_synthetic
 
     began = float(str(words["began"]))
     imports = time.time() - began
     flags = words["flags"]
     assert isinstance(flags, dict)
     requested = resolve_here(command_line=flags)
-    layers = words["num_layers"]
-    weights = SyntheticWeights(seed=words["seed"], experts=words["experts"], dense=words["dense"])  # type: ignore[arg-type]
-    model = open_synthetic(str(words["shape"]), None if layers is None else int(str(layers)), weights)
-    runtime = Runtime.open(model, requested)
-    session = Session(runtime)
-    ready = time.time() - began
-    session.round([1])
-    first_round = time.time() - began
-    found = runtime.statistics().experts
-    held = (found.experts_in_vram + found.experts_in_ram) * runtime.plan.shape.blob_bytes
-    line = json.dumps(vars(ReadyRun(imports, ready, first_round, held, model.reader.dense_bytes,
-                                    runtime.rounds is not None)))  # fmt: skip
-    runtime.close()
-    model.close()
-    print(line)
+    with _open(words, requested) as model:
+        runtime = Runtime.open(model, requested)
+        session = Session(runtime)
+        ready = time.time() - began
+        session.round([1])
+        first_round = time.time() - began
+        use, found = runtime.memory_use(), runtime.statistics()
+        held = (found.experts.experts_in_vram + found.experts.experts_in_ram) * runtime.plan.shape.blob_bytes
+        dense = model.reader.dense_bytes
+        read = found.experts.loaded_bytes + dense if "shape" not in words else 0
+        run = ReadyRun(
+            imports, ready, first_round, found.ready_seconds, held, dense, read, runtime.rounds is not None,
+            tuple(use.lines()), use.as_details(),
+        )  # fmt: skip
+        runtime.close()
+    print(json.dumps(vars(run)))
+
+
+@contextmanager
+def _open(words: Mapping[str, object], requested: Requested) -> Iterator[OpenModel]:
+    if "shape" in words:
+        from strata.checkpoint.synthetic_reader import SyntheticWeights
+        from strata.engine.synthetic_model import open_synthetic
+
+        layers = words["num_layers"]
+        weights = SyntheticWeights(seed=words["seed"], experts=words["experts"], dense=words["dense"])  # type: ignore[arg-type]
+        model = open_synthetic(str(words["shape"]), None if layers is None else int(str(layers)), weights)
+    else:
+        from strata.engine.models import open_model
+
+        model = open_model(requested.model)
+    try:
+        yield model
+    finally:
+        model.close()

@@ -1,4 +1,4 @@
-"""Takes decode rounds apart into spans: the CPU's by wrapping operations and experts, a card's launch by launch.
+"""Takes decode rounds and prompts apart: the CPU's by wrapping operations and experts, a card's by launches.
 
 Lives in ``engine`` because it runs rounds. A profiled round is slower than a plain one and never measures speed. It
 must not know a family or a tier.
@@ -10,16 +10,19 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from strata.engine.sequence import HostSequence
+from strata.engine.sequence import HostSequence, TokenSequence
+from strata.engine.session import chunk_bounds
+from strata.kernels.cuda.program import MAX_WINDOW
 
 if TYPE_CHECKING:
     import torch
 
+    from strata.engine.device_rounds import Answer
     from strata.engine.runtime import Runtime
     from strata.engine.timeline import Timeline
     from strata.kernels.ops import ExpertExecutor, Ops
 
-__all__ = ["TimedExperts", "profile_rounds", "timed_ops"]
+__all__ = ["TimedExperts", "profile_prompt", "profile_rounds", "timed_ops"]
 
 OPS_LANE, EXPERTS_LANE = "operations", "experts"
 ROUNDS_LANE, CARD_LANE = "rounds", "card"
@@ -60,32 +63,44 @@ class TimedExperts:
 
 
 def profile_rounds(runtime: Runtime, ids: Sequence[int], context: int, timeline: Timeline) -> None:
-    """Rounds of one row each after ``context`` made-up tokens, on the timeline."""
-    if runtime.rounds is not None:
-        _profile_on_card(runtime, ids, context, timeline)
-        return
-    experts = TimedExperts(runtime.experts, timeline)
-    ops = timed_ops(runtime.ops, timeline)
-    sequence = HostSequence(
-        runtime.model, ops, experts, lambda: runtime.model.new_state(runtime.max_context, runtime.kv)
-    )
-    sequence.pretend(context)
-    for number, token in enumerate(ids):
-        timeline.mark(f"round {number}")
-        with timeline.measure("round", ROUNDS_LANE):
-            sequence.forward([token], "all", None, certain=False)
-            sequence.commit(1)
-
-
-def _profile_on_card(runtime: Runtime, ids: Sequence[int], context: int, timeline: Timeline) -> None:
-    """Whole rounds by the host's clock, then one of them launch by launch where the machine can time launches."""
-    rounds = runtime.rounds
-    assert rounds is not None
-    sequence = rounds.new_sequence()
+    """Rounds of one row each after ``context`` made-up tokens, on the timeline. On a card whole rounds by the host's
+    clock, then one of them launch by launch where the machine can time launches."""
+    sequence = _timed_sequence(runtime, timeline)
     sequence.pretend(context)
     for number, token in enumerate(ids):
         timeline.mark(f"round {number}")
         with timeline.measure("round", ROUNDS_LANE):
             sequence.best_ids([token], None)
             sequence.commit(1)
-    timeline.chain(rounds.time_launches(ids[:1]), time.perf_counter(), CARD_LANE)
+    _chain_launches(runtime, ids[:1], "logits", timeline)
+
+
+def profile_prompt(runtime: Runtime, ids: Sequence[int], timeline: Timeline) -> None:
+    """A prompt from an empty sequence, in the chunks that it is read in, on the timeline: on a card these are windows,
+    of which one is taken apart launch by launch."""
+    sequence = _timed_sequence(runtime, timeline)
+    rows, name = (runtime.chunk_rows, "chunk") if runtime.rounds is None else (MAX_WINDOW, "window")
+    for number, (first, stop) in enumerate(chunk_bounds(0, len(ids), rows)):
+        timeline.mark(f"{name} {number}")
+        with timeline.measure(name, ROUNDS_LANE):
+            sequence.forward(ids[first:stop], "last" if stop == len(ids) else "none", None, certain=True)
+            sequence.commit(stop - first)
+    _chain_launches(runtime, ids[:MAX_WINDOW], "none", timeline)
+
+
+def _timed_sequence(runtime: Runtime, timeline: Timeline) -> TokenSequence:
+    """An empty sequence; the CPU's operations and experts are spans."""
+    if runtime.rounds is not None:
+        return runtime.rounds.new_sequence()
+    model = runtime.model
+    return HostSequence(
+        model,
+        timed_ops(runtime.ops, timeline),
+        TimedExperts(runtime.experts, timeline),
+        lambda: model.new_state(runtime.max_context, runtime.kv),
+    )
+
+
+def _chain_launches(runtime: Runtime, ids: Sequence[int], answer: Answer, timeline: Timeline) -> None:
+    if runtime.rounds is not None:
+        timeline.chain(runtime.rounds.time_launches(ids, answer), time.perf_counter(), CARD_LANE)

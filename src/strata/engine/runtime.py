@@ -20,8 +20,15 @@ from strata.checkpoint.pack_writer import Progress
 from strata.config import Requested
 from strata.engine.devices import RoundDevice, card_room, choose_card, hold_to_plan, named_refusals, open_device
 from strata.engine.link_share import choose_link_share
+from strata.engine.memory_use import MemoryUse, measure_use
 from strata.engine.models import OpenModel
-from strata.engine.planning import choose_chunk_rows, choose_context, device_room, memory_request
+from strata.engine.planning import (
+    choose_chunk_rows,
+    choose_context,
+    device_room,
+    memory_request,
+    request_of_windows,
+)
 from strata.engine.sequence import HostSequence, TokenSequence
 from strata.engine.shape import model_shape
 from strata.experts.profile import read_profile
@@ -32,7 +39,6 @@ from strata.kernels.cpu import pool
 from strata.kernels.cpu.experts import ExpertKernel
 from strata.kernels.cpu.library import isa
 from strata.kernels.cpu.ops import CpuOps
-from strata.kernels.cuda.program import MAX_WINDOW
 from strata.kernels.host import HostBackend, HostFaults
 from strata.kernels.ops import Matrix
 from strata.memory import planner
@@ -82,9 +88,7 @@ def make_plan(
     request = memory_request(requested, machine, context, chunk)
     if device is None:
         return planner.plan(shape, request, device_room(requested))
-    # A prompt runs as windows on a card: it has no ring, and its buffers are those of a window.
-    request = replace(request, pass_rows=MAX_WINDOW, ring_slots=0)
-    return planner.plan(shape, request, card_room(requested, machine, device))
+    return planner.plan(shape, request_of_windows(request), card_room(requested, machine, device))
 
 
 def probe(requested: Requested) -> Machine:
@@ -280,6 +284,10 @@ class Runtime:
         from strata.kernels.cuda.card_rates import measure_together
 
         return measure_together(self._device.backend, read)
+
+    def memory_use(self) -> MemoryUse:
+        """What was taken so far, beside the plan."""
+        return measure_use(self.plan, self._backend, self._system.statistics())
 
     def statistics(self) -> RuntimeStatistics:
         return RuntimeStatistics(self._ready_seconds, self._threads, self._system.statistics())

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from strata.checkpoint.dense_writer import DenseFormats, plan_dense
+from strata.kernels.cuda.program import MAX_WINDOW
 from strata.memory.requests import ModelShape
 from strata.models import find
 from strata.quant.layout import ExpertLayout
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from strata.models.family import FamilyConfig
 
 __all__ = ["config_shape", "model_shape", "reader_shape"]
+
+SPAN = 4096  # positions over which the growth of a round's buffers is taken
 
 
 def model_shape(model: OpenModel, kv: KvFormat) -> ModelShape:
@@ -51,6 +54,10 @@ def config_shape(name: str, raw: Mapping[str, Any], kv: KvFormat) -> ModelShape:
 def _shape(
     name: str, config: FamilyConfig, kv: KvFormat, num_layers: int, blob_bytes: int, dense_bytes: int
 ) -> ModelShape:
+    # What attention needs stops growing where a sparse index has its fill: the line at the longest context is above it.
+    whole = config.round_bytes(config.max_positions, MAX_WINDOW)
+    span = min(config.max_positions, SPAN)
+    per_token = -(-(whole - config.round_bytes(config.max_positions - span, MAX_WINDOW)) // span)
     return ModelShape(
         name=name,
         num_layers=num_layers,
@@ -61,4 +68,6 @@ def _shape(
         dense_bytes=dense_bytes,
         state_bytes=config.state_bytes(0, kv),
         kv_bytes_per_token=config.position_bytes(kv),
+        round_bytes=max(1, whole - per_token * config.max_positions),
+        round_bytes_per_token=per_token,
     )

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,13 +25,12 @@ from strata.checkpoint.synthetic_reader import SyntheticWeights
 from strata.checkpoint.synthetic_routing import Routing
 from strata.engine.ceilings import Ceilings, RoundBytes, measure_ceilings, round_seconds
 from strata.engine.kept_runs import KeptRuns
-from strata.engine.round_profile import profile_rounds
+from strata.engine.memory_use import MemoryUse
 from strata.engine.routing_counts import RoutingCounts, count_routing
 from strata.engine.runtime import Runtime
 from strata.engine.session import Session
 from strata.engine.synthetic_model import open_synthetic
 from strata.engine.synthetic_text import token_list
-from strata.engine.timeline import Timeline
 from strata.errors import ConfigError
 from strata.experts.profile import PROFILE_FILE, ExpertProfile, read_profile
 from strata.paths import find_home
@@ -47,9 +47,9 @@ __all__ = [
     "SyntheticCase",
     "check_room",
     "find_arms",
-    "profile_decode",
+    "open_learned",
     "results_name",
-    "run_decode_arm",
+    "run_decode_arms",
 ]
 
 logger = logging.getLogger(__name__)
@@ -111,37 +111,36 @@ class ArmResult:
     routing: RoutingCounts | None
     lines: tuple[str, ...]
     on_card: bool
+    memory: MemoryUse
 
 
-def profile_decode(case: SyntheticCase, requested: Requested, rounds: int, report: Report = print) -> Timeline:
-    """A few rounds of the skewed arm taken apart."""
-    model = case.open("skewed")
+def run_decode_arms(
+    case: SyntheticCase, arms: Sequence[Arm], requested: Requested, report: Report = print
+) -> Iterator[ArmResult]:
+    """Measures arms, going on from runs that were kept of the same commit and settings. The weights of a routing are
+    loaded once for all its arms, so results come routing by routing. Raises ``ConfigError``."""
+    for routing in dict.fromkeys(arm.routing for arm in arms):
+        began = time.perf_counter()
+        with open_learned(case, routing, requested, report) as (model, runtime):
+            for arm in arms:
+                if arm.routing == routing:
+                    report(f"-- {case.shape}: {arm.name}")
+                    check_room(arm, case.tokens, runtime)
+                    yield _Measuring(case, arm, requested, model, runtime, began, report).run()
+                    began = time.perf_counter()
+
+
+@contextmanager
+def open_learned(
+    case: SyntheticCase, routing: Routing, requested: Requested, report: Report
+) -> Iterator[tuple[OpenModel, Runtime]]:
+    """The case's model with its profile learned, loaded."""
+    model = case.open(routing)
     try:
         learn_profile(model, requested, case.learn, report)
         runtime = Runtime.open(model, requested)
         try:
-            timeline = Timeline()
-            ids = token_list(runtime.vocabulary, rounds + WARM_ROUNDS, "measured")
-            context = min(K, runtime.max_context - len(ids))
-            profile_rounds(runtime, ids[:WARM_ROUNDS], context, Timeline())
-            profile_rounds(runtime, ids[WARM_ROUNDS:], context, timeline)
-            return timeline
-        finally:
-            runtime.close()
-    finally:
-        model.close()
-
-
-def run_decode_arm(case: SyntheticCase, arm: Arm, requested: Requested, report: Report = print) -> ArmResult:
-    """Measures an arm, going on from runs that were kept of the same commit and settings. Raises ``ConfigError``."""
-    began = time.perf_counter()
-    model = case.open(arm.routing)
-    try:
-        learn_profile(model, requested, case.learn, report)
-        runtime = Runtime.open(model, requested)
-        try:
-            check_room(arm, case.tokens, runtime)
-            return _Measuring(case, arm, requested, model, runtime, began, report).run()
+            yield model, runtime
         finally:
             runtime.close()
     finally:
@@ -290,7 +289,8 @@ class _Measuring:
         ceiling = 1 / round_seconds(ceilings, read)
         hit_rate = hits / (hits + misses) if hits + misses else 0.0
         figure = self._figure(rates, "tok/s", round(ceiling, 2), hit_rate)
-        lines = [read.line(), *self._tiers(self._runtime.statistics().experts)]
+        memory = self._runtime.memory_use()
+        lines = [read.line(), *self._tiers(self._runtime.statistics().experts), *memory.lines()]
         if routing is not None:
             lines.insert(0, routing.line())
         lines.append(f"{self._arm.name}: {figure.value:.4g} tok/s, {figure.percent} % of the bound {ceiling:.4g}")
@@ -300,7 +300,7 @@ class _Measuring:
             lines.append(f"{self._contexts[1]:,} over {self._contexts[0]:,} positions: {figure.value:.3f}")
         for line in lines:
             self._report(line)
-        return ArmResult(self._arm, figure, routing, tuple(lines), self._runtime.rounds is not None)
+        return ArmResult(self._arm, figure, routing, tuple(lines), self._runtime.rounds is not None, memory)
 
     def _bytes(self, hits: float, misses: float) -> RoundBytes:
         """Of a token: every dense weight but the embedding, of which it reads a row; the recurrent state, read and

@@ -11,6 +11,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from strata.checkpoint.computed_pack import write_computed_pack
 from strata.checkpoint.synthetic_reader import Scaling, SyntheticReader, SyntheticWeights
 from strata.engine.models import OpenModel
 from strata.models import find
@@ -23,7 +24,7 @@ from strata.text.tokenizer_files import tokenizer_files
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["GENERATION", "open_synthetic"]
+__all__ = ["GENERATION", "open_synthetic", "write_synthetic_pack"]
 
 GENERATION = 1  # of how weights are computed; rises with every change, so that no profile of others is taken
 
@@ -42,6 +43,16 @@ def open_synthetic(
     scaling = Scaling(gain_of, is_router)
     reader = SyntheticReader(folder, raw, config.family, synthetic_map(raw), config.top_k, scaling, weights, files)
     return OpenModel(name, reader, family, config, TextPipeline.from_directory(folder), random=True)
+
+
+def write_synthetic_pack(shape: str, num_layers: int | None, weights: SyntheticWeights, destination: Path) -> Path:
+    """The shape's model as a pack in files; returns its folder. Raises ``ConfigError`` or ``CheckpointError``."""
+    model = open_synthetic(shape, num_layers, weights)
+    try:
+        assert isinstance(model.reader, SyntheticReader)
+        return write_computed_pack(model.reader, synthetic_map(model.reader.config), destination)
+    finally:
+        model.close()
 
 
 def _folder(name: str) -> Path:

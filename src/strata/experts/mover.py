@@ -113,6 +113,11 @@ class Mover:
         self._staging: deque[Move] = deque()
         self._saving: deque[Move] = deque()  # moves out that hold a staging buffer
 
+    @property
+    def stream(self) -> DeviceStream:
+        """Where its copies are enqueued."""
+        return self._stream
+
     def load(self, experts: Sequence[int], targets: Sequence[int]) -> list[Move]:
         """Starts copies of experts into device memory at ``targets``, in order; page-locked neighbours in one run.
 

@@ -38,6 +38,8 @@ class ExpertStatistics:
     experts_in_vram: int
     experts_in_ram: int
     experts_pinned: int
+    pinned_bytes: int
+    page_lock_seconds: float  # that taking the RAM copy and page-locking it took
     page_lock_path: int  # 1, 2 or 3 of the RAM copy; 0 where RAM holds none
     version: int
 

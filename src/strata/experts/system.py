@@ -92,6 +92,7 @@ class ExpertSystem:
         self._loaded_bytes = 0
         self._pcie_fraction, self._pcie_balance = pcie_fraction, pcie_balance
         self._device: DeviceDispatch | None = None
+        self._injection = injection
         self.dispatcher = Dispatcher(
             store,
             mover,
@@ -193,6 +194,8 @@ class ExpertSystem:
         )
         self._owned.callback(self._device.close)
         self._device.refresh()
+        if self._injection is not None and self._injection.plant(self.store, self.mover.stream):
+            self._device.trust_mapped()
         return self._device
 
     def _file_buffers(self) -> tuple[int, int]:
@@ -264,6 +267,8 @@ class ExpertSystem:
             experts_in_vram=int(np.count_nonzero(self.store.slots.slot_of >= 0)),
             experts_in_ram=int(np.count_nonzero(self.store.place_of >= 0)),
             experts_pinned=int(np.count_nonzero(memory.aliases)) if memory else 0,
+            pinned_bytes=memory.pinned_bytes if memory else 0,
+            page_lock_seconds=memory.seconds if memory else 0.0,
             page_lock_path=memory.path if memory else 0,
             version=self.store.version,
         )

@@ -150,6 +150,11 @@ class DeviceState:
             ngram.history.clear()
 
     @property
+    def record_bytes(self) -> int:
+        """Of ``nbytes``, what a ``SequenceState`` does not have."""
+        return self.nbytes - self._state.nbytes
+
+    @property
     def nbytes(self) -> int:
         others = [
             *(tail.rows_SRC for tail in self._tails),

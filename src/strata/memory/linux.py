@@ -40,6 +40,7 @@ __all__ = [
     "memory_limits",
     "open_direct",
     "pin_rooms",
+    "process_memory",
     "read_ram",
     "touch_pages",
     "unlock_pages",
@@ -179,6 +180,15 @@ def read_ram(root: Path = Path("/")) -> tuple[int, int]:
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line)
     total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     return total, available
+
+
+def process_memory(root: Path = Path("/")) -> tuple[int, int] | None:
+    """(bytes of RAM that this process has now, at most since its start); None where the kernel does not say."""
+    fields = dict(line.split(":", 1) for line in _read_lines(root / "proc/self/status") if ":" in line)
+    if not {"VmRSS", "VmHWM"} <= set(fields):
+        return None
+    now, most = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    return now, most
 
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:

@@ -55,6 +55,7 @@ class LockedMemory:
         path: int,
         slices: list[Slice],
         report: str,
+        seconds: float,
     ) -> None:
         self._buffer = buffer
         self.address = buffer.address
@@ -64,6 +65,7 @@ class LockedMemory:
         self.path = path
         self.slices = tuple(slices)
         self.report = report
+        self.seconds = seconds  # that taking and page-locking it took
         self.aliases = _find_aliases(num_places, stride, buffer.address, self.slices)
 
     @property
@@ -127,8 +129,9 @@ def _take_path_1(backend: Backend, num_places: int, stride: int, started: float)
         buffer.free()
         logger.info("page-locking path 1 refused: the allocation has no device alias")
         return None
-    report = _report(1, nbytes, nbytes, started, f"{num_places:,} of {num_places:,} experts")
-    return LockedMemory(buffer, num_places, stride, 1, [Slice(0, nbytes, registration)], report)
+    seconds = time.monotonic() - started
+    report = _report(1, nbytes, nbytes, seconds, f"{num_places:,} of {num_places:,} experts")
+    return LockedMemory(buffer, num_places, stride, 1, [Slice(0, nbytes, registration)], report, seconds)
 
 
 def _map(nbytes: int, request: PinRequest) -> system.Region:
@@ -185,10 +188,11 @@ def _take_slices(
         said += f", the rest {rest}" if rest else ""
     if request.prefer_slices and path == 2:
         said += ", path 1 not tried (STRATA_PREFER_SLICES)"
-    report = _report(path, num_pinned * stride, nbytes, started, said)
+    seconds = time.monotonic() - started
+    report = _report(path, num_pinned * stride, nbytes, seconds, said)
     if request.partial and num_pinned:
         report = report.replace("page-locking path 2", "page-locking path 2 (hottest prefix, STRATA_PARTIAL_PIN)")
-    return LockedMemory(region, num_places, stride, path, granted, report)
+    return LockedMemory(region, num_places, stride, path, granted, report, seconds)
 
 
 def cut_slices(
@@ -258,8 +262,7 @@ def _touch(address: int, nbytes: int, num_threads: int) -> None:
         list(pool.map(run, range(0, nbytes, step)))
 
 
-def _report(path: int, pinned: int, nbytes: int, started: float, rest: str) -> str:
-    seconds = time.monotonic() - started
+def _report(path: int, pinned: int, nbytes: int, seconds: float, rest: str) -> str:
     unit, name = (GIB, "GiB") if nbytes >= GIB else (1 << 20, "MiB")
     sizes = f"{pinned / unit:.2f} of {nbytes / unit:.2f} {name} pinned"
     return f"page-locking path {path}: {sizes}, {rest}, {seconds:.1f} s"

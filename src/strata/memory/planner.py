@@ -154,15 +154,18 @@ def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> Resol
 
 def _fixed_pools(shape: ModelShape, request: MemoryRequest) -> dict[str, int]:
     """What a sequence needs on the device whatever the expert cache is."""
-    rows = min(request.pass_rows, request.max_context)
-    return {
+    pools = {
         "dense weights": shape.dense_bytes,
         "state": shape.state_bytes * request.num_sequences,
         "KV": shape.kv_bytes_per_token * request.max_context * request.num_sequences,
-        "prompt buffers": rows * _buffer_row_bytes(shape),
-        "expert results": rows * _result_row_bytes(shape),
-        "draft": shape.draft_bytes,
     }
+    if request.as_windows and shape.round_bytes:
+        pools["round buffers"] = shape.round_bytes + shape.round_bytes_per_token * request.max_context
+    else:
+        rows = min(request.pass_rows, request.max_context)
+        pools["prompt buffers"] = rows * _buffer_row_bytes(shape)
+        pools["expert results"] = rows * _result_row_bytes(shape)
+    return pools | {"draft": shape.draft_bytes}
 
 
 def _buffer_row_bytes(shape: ModelShape) -> int:

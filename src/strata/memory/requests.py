@@ -39,6 +39,8 @@ class ModelShape:
     state_bytes: int = 0  # recurrent state of one sequence
     kv_bytes_per_token: int = 0
     prompt_bytes_per_row: int = 0  # buffers of a prompt pass for each of its rows; 0: sixteen FP32 hidden vectors
+    round_bytes: int = 0  # recorded rounds of a card beside the state, at no position; 0: not known
+    round_bytes_per_token: int = 0  # and for each position of the context
     draft_bytes: int = 0
     draft_layers: int = 0
     host_bytes: int = 0
@@ -107,6 +109,7 @@ class MemoryRequest:
     num_sequences: int = 1
     chunk_rows: int = 8192
     pass_rows: int = 8192
+    as_windows: bool = False  # prompts run as decode windows, recorded as rounds
     prefill_borrow: bool = True
     ring_slots: int | None = None  # STRATA_PREFILL_RING
     fused_kernels: bool = False

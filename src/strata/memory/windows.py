@@ -34,6 +34,7 @@ __all__ = [
     "memory_limits",
     "open_direct",
     "pin_rooms",
+    "process_memory",
     "read_ram",
     "touch_pages",
     "unlock_pages",
@@ -161,6 +162,31 @@ def read_ram(root: Path = Path("/")) -> tuple[int, int]:
     if number:
         raise EngineError(f"the system does not tell its memory: {_words(number)}", "give --ram-gib")
     return total.value, available.value
+
+
+class _ProcessMemory(ctypes.Structure):
+    """PROCESS_MEMORY_COUNTERS."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("page_faults", ctypes.c_uint32),
+        ("most", ctypes.c_size_t),
+        ("now", ctypes.c_size_t),
+        ("others", ctypes.c_size_t * 6),
+    )
+
+
+def process_memory(root: Path = Path("/")) -> tuple[int, int] | None:
+    """(bytes of the working set now, at most since the start); None where the system does not say."""
+    try:
+        kernel = ctypes.CDLL("kernel32.dll")
+    except OSError:
+        return None
+    kernel.GetCurrentProcess.restype = ctypes.c_void_p
+    kernel.K32GetProcessMemoryInfo.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32]
+    found = _ProcessMemory(ctypes.sizeof(_ProcessMemory))
+    answered = kernel.K32GetProcessMemoryInfo(kernel.GetCurrentProcess(), ctypes.byref(found), found.size)
+    return (found.now, found.most) if answered else None
 
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:

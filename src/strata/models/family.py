@@ -64,6 +64,10 @@ class FamilyConfig(Protocol):
     def position_bytes(self, kv: KvFormat) -> int:
         """Bytes of it that each position adds, rounded up to a whole byte."""
 
+    def round_bytes(self, max_positions: int, window: int) -> int:
+        """Bytes that recorded rounds of up to ``window`` rows take on a card beside one ``SequenceState``: what layers
+        hand on, which no other layer's memory is used for, records of the window, tables of positions."""
+
     def mixing_work(self, positions: int) -> int:
         """Multiply-adds of one row in attention and recurrent states, with ``positions`` before it, for a forecast."""
 

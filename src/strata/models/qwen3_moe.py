@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from strata.checkpoint.weight_map import ExpertEntry, WeightEntry, WeightMap, WeightRole
 from strata.models.config_reader import ConfigReader
 from strata.models.expert_sources import expert_sources
+from strata.models.round_sizes import cut_values, expert_values
 
 if TYPE_CHECKING:
     from strata.kvcache.attention_cache import KvFormat
@@ -49,6 +50,14 @@ class Qwen3MoeConfig:
 
     def state_bytes(self, max_positions: int, kv: KvFormat) -> int:
         return max_positions * self.position_bytes(kv)
+
+    def round_bytes(self, max_positions: int, window: int) -> int:
+        q, kv = self.heads * self.head_width, self.kv_heads * self.head_width
+        layer = 7 * self.hidden + 3 * q + 5 * kv + self.num_experts
+        row = self.num_layers * layer + 2 * self.hidden + self.vocabulary
+        row += expert_values(self.hidden, self.expert_intermediate, self.top_k)
+        row += cut_values(self.heads, self.head_width, max_positions)
+        return 4 * (window * row + max_positions * self.head_width)
 
     def mixing_work(self, positions: int) -> int:
         return self.num_layers * 2 * self.heads * self.head_width * positions

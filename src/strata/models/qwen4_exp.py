@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from strata.models.config_reader import ConfigReader
 from strata.models.qwen4_exp_weights import weight_map
+from strata.models.round_sizes import cut_values, expert_values
 
 if TYPE_CHECKING:
     from strata.kvcache.attention_cache import KvFormat
@@ -107,6 +108,24 @@ class Qwen4ExpConfig:
         """An index block's key is shared by its tokens."""
         block = self.attention_bytes(self.index_block, kv)
         return self.layer_kinds.count("attention") * -(-block // self.index_block)
+
+    def round_bytes(self, max_positions: int, window: int) -> int:
+        q, kv, wide = self.heads * self.head_width, self.kv_heads * self.head_width, self.streams * self.hidden
+        keys, values = self.key_heads * self.key_width, self.value_heads * self.value_width
+        linear, attention = self.layer_kinds.count("linear"), self.layer_kinds.count("attention")
+        layer = 2 * wide + 6 * self.hidden + 3 * self.shared_intermediate + self.num_experts + 4 * self.streams
+        delta = 5 * values + self.delta_channels + 2 * keys + 4 * self.value_heads
+        attend = 5 * q + 4 * kv + 3 * self.index_heads * self.index_width + self.index_top_blocks
+        row = self.num_layers * layer + linear * delta + attention * attend + 6 * wide + 3 * self.hidden
+        row += self.vocabulary + expert_values(self.hidden, self.expert_intermediate, self.top_k)
+        attended = min(max_positions, (self.index_top_blocks + 1) * self.index_block)
+        row += cut_values(self.heads, self.head_width, attended) + -(-max_positions // self.index_block)
+        records = linear * 2 * (window * (keys + values + 2 * self.value_heads))
+        records += linear * 2 * (self.conv_taps - 1 + window) * self.delta_channels
+        if self.ngram is not None:
+            row += 4 * wide + self.ngram.width
+            records += len(self.ngram.blocks) * 2 * (self.ngram.tail_rows + window) * wide
+        return 4 * (window * row + records + max_positions * self.rotary)
 
     def mixing_work(self, positions: int) -> int:
         attended = min(positions, (self.index_top_blocks + 1) * self.index_block)

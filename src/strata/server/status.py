@@ -34,6 +34,8 @@ GAUGES = frozenset(
         "runtime.experts.experts_in_vram",
         "runtime.experts.experts_in_ram",
         "runtime.experts.experts_pinned",
+        "runtime.experts.pinned_bytes",
+        "runtime.experts.page_lock_seconds",
         "runtime.experts.version",
     }
 )

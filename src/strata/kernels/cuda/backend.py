@@ -38,8 +38,8 @@ class CudaStatistics:
     """Counters of a ``CudaBackend``; bytes unless named otherwise. ``cap_bytes`` None: all that the card has.
 
     ``peak_bytes``: the most that was allocated here and charged for torch at once; ``torch_peak_bytes``: what torch
-    really took of it at most, 0 while it has no share. ``card_bytes``: what the card has less free than at the opening, what the
-    driver takes for kernels and graphs and what other programs took meanwhile included.
+    really took of it at most, 0 while it has no share. ``card_bytes``: what the card has less free than at the opening,
+    what the driver takes for kernels and graphs and what other programs took meanwhile included.
     """
 
     cap_bytes: int | None

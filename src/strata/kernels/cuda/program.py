@@ -10,6 +10,8 @@ or what runs a launch.
 from __future__ import annotations
 
 import ctypes
+import math
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +28,7 @@ __all__ = [
     "Launch",
     "Machine",
     "Program",
+    "ProgramMemory",
     "RoundInputs",
     "Runnable",
     "TimedLaunch",
@@ -54,9 +57,38 @@ class Launch:
     arguments: tuple[Argument, ...]
 
 
+class ProgramMemory:
+    """Device memory that programs use in turn: no two of them run at once, and each writes what it reads. Owns it.
+
+    A program takes the smallest block that is large enough and that it has not taken yet. Programs of many rows are
+    best recorded first, so that those of fewer find room in their blocks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._blocks: list[torch.Tensor] = []  # by size
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks)
+
+    def take(self, nbytes: int, taken: set[int]) -> torch.Tensor:
+        """``nbytes`` of memory that is not among ``taken``, the numbers of blocks that a program has; adds its own."""
+        first = bisect_left(self._blocks, nbytes, key=lambda block: block.nbytes)
+        for block in self._blocks[first:]:
+            if block.data_ptr() not in taken:
+                break
+        else:
+            block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            insort(self._blocks, block, key=lambda one: one.nbytes)
+        taken.add(block.data_ptr())
+        return block[:nbytes]
+
+
 @dataclass(eq=False)
 class Program:
-    """Launches in order. ``empty`` and ``zeros`` allocate on the device and live as long as the program.
+    """Launches in order. ``empty`` and ``zeros`` allocate on the device and live as long as the program; with
+    ``memory``, ``empty`` takes of it.
 
     ``tails`` and ``deltas`` are what a sequence keeps between rounds, by the address of the tensor that layers hand on
     for it (a tail's stand-in, a state); ``recorded``: the address of the rows that a launch puts into such a tail.
@@ -73,14 +105,24 @@ class Program:
     tails: dict[int, TailRecord] = field(default_factory=dict)
     deltas: dict[int, DeltaRecord] = field(default_factory=dict)
     recorded: dict[int, int] = field(default_factory=dict)
+    memory: ProgramMemory | None = None
+    zeroed_bytes: int = 0  # of ``zeros``, whose first values launches may count on: no other program may use them
+    _taken: set[int] = field(default_factory=set)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self.memory is None or not nbytes:
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        else:
+            tensor = self.memory.take(nbytes, self._taken).view(dtype).view(shape)
         self.kept.append(tensor)
         return tensor
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return self.empty(*shape, dtype=dtype).zero_()
+        tensor = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.kept.append(tensor)
+        self.zeroed_bytes += tensor.nbytes
+        return tensor
 
     def launch(self, kernel: str, grid: tuple[int, ...], block: int, *arguments: Argument, shared: int = 0) -> None:
         """Appends a launch; tensors among the arguments must be contiguous and stay alive with the program."""
