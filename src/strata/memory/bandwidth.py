@@ -96,8 +96,11 @@ def measure_bandwidths(
 
 
 def measure_memory_read(*, size_bytes: int = 512 << 20, passes: int = 5) -> float:
-    """Bytes a second of reading RAM with the pool's threads alone, the best of some passes: a ceiling. A pass reads all of
-    it, more than a last cache holds, so that waking the threads is a small part. Raises ``MemoryError`` where RAM is short."""
+    """Bytes a second of reading RAM with the pool's threads alone, the best of some passes: a ceiling.
+
+    A pass reads all of it, more than a last cache holds, so that waking the threads is a small part. Raises
+    ``MemoryError`` where RAM is short.
+    """
     region = system.map_region(size_bytes, huge_pages=True)
     try:
         _fill(region.address, region.nbytes)
