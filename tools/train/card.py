@@ -156,8 +156,17 @@ def training(corpus: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
             {100 * one["stutter"]:.0f} % of the bodies repeat a piece of themselves, which is not learned, so that the
             model learns to leave a repetition."""
         if one.get("longest"):
-            text += f""" Bodies have at most {one["longest"]} tokens; the first token of a body, the one that leaves a
-            repetition and the end token count {one["turn"]:g} times."""
+            text += f""" Bodies have at most {one["longest"]} tokens."""
+        if one.get("turn", 1.0) != 1.0:
+            text += f""" The first token of a body, the one that leaves a repetition and the end token count
+            {one["turn"]:g} times."""
+        if one.get("mix", {}).get("answers"):
+            text += f""" Answers are the model's own: it was asked for functions of the training text for
+            {one["sampled_seconds"]:,.0f} s, and {one["sampled_good"]:,} answers that parse, end and define what was
+            asked were learned."""
+        if one.get("mean_with_before"):
+            text += f""" The weights are the mean of what this gave ({one["mean_with_before"]:g}) and of the weights
+            before it."""
     if "bits_per_byte" in trained:
         text += f""" The trainer's own measure of the BF16 weights, {trained["heldout_tokens"]:,.0f} held-out tokens:
         {trained["bits_per_byte"]:.4f} bits per byte, {trained["bits_per_byte_sparse"]:.4f} with sparse attention."""
