@@ -97,7 +97,8 @@ class Record:
         return json.dumps(self.as_json(), allow_nan=False)
 
     def merge_into(self, path: Path) -> None:
-        """Writes the record with the figures that ``path`` holds beside its own; those of another commit say which.
+        """Writes the record with the figures and facts that ``path`` holds beside its own; figures of another commit say
+        which.
 
         Raises ``ConfigError`` for a file that is no record.
         """
@@ -106,9 +107,11 @@ class Record:
             try:
                 before = json.loads(path.read_text(encoding="utf-8"))
                 kept = {name: dict(one) for name, one in before["figures"].items() if name not in self.figures}
+                facts = dict(before["machine"])
                 other = {} if before["commit"] == self.commit else {"commit": before["commit"], "when": before["when"]}
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{path.name} is no benchmark record: {error}", "move it away") from error
+            table["machine"] = facts | dict(self.machine)
             table["figures"] = {name: other | one for name, one in kept.items()} | dict(
                 cast("dict[str, object]", table["figures"])
             )

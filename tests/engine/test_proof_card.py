@@ -23,11 +23,6 @@ CARD = dataclasses.replace(Requested(), device="cuda", ram_gib=2.0, resident_hea
 EMULATED_ARMS = ("a swap every round", "PCIe share 0.5, fixed")
 
 
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STRATA_HOME", str(tmp_path / "home"))
-
-
 @pytest.fixture(params=sorted(FAMILIES))
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenModel]:
     opened = open_model(str(write_random_model(tmp_path, request.param)))

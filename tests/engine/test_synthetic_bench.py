@@ -249,9 +249,11 @@ def test_runs_are_kept_by_their_key(tmp_path: Path) -> None:
 
 def test_figures_of_another_commit_stay_and_say_so(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    Record("strata bench", {}, {"a": Figure(1, "s"), "b": Figure(2, "s")}, commit="old").merge_into(path)
-    Record("strata bench", {}, {"b": Figure(3, "s")}, commit="new").merge_into(path)
+    facts = {"cores": 1, "skewed": {"rows": 3}}
+    Record("strata bench", facts, {"a": Figure(1, "s"), "b": Figure(2, "s")}, commit="old").merge_into(path)
+    Record("strata bench", {"cores": 2}, {"b": Figure(3, "s")}, commit="new").merge_into(path)
     table = json.loads(path.read_text())
+    assert table["machine"] == {"cores": 2, "skewed": {"rows": 3}}
     assert table["commit"] == "new"
     assert table["figures"]["a"]["commit"] == "old"
     assert (table["figures"]["b"]["value"], "commit" in table["figures"]["b"]) == (3, False)

@@ -80,9 +80,10 @@ def _decode(case: SyntheticCase, words: SyntheticWords, requested: Requested) ->
     for found in run_decode_arms(case, find_arms(words.arms), requested):
         arm = found.arm
         figures[_name(arm.figure, found.figure)] = found.figure
+        said = _name(arm.name, found.figure)
         if found.routing is not None:
-            counts[arm.name] = {name: value for name, value in vars(found.routing).items() if value is not None}
-        counts[f"{arm.name}_memory"] = found.memory.as_details()
+            counts[said] = {name: value for name, value in vars(found.routing).items() if value is not None}
+        counts[f"{said}_memory"] = found.memory.as_details()
         record = _record(case, words, requested, "decode", figures, counts, on_card=found.on_card)
     assert record is not None
     return record
