@@ -97,8 +97,8 @@ class Record:
         return json.dumps(self.as_json(), allow_nan=False)
 
     def merge_into(self, path: Path) -> None:
-        """Writes the record with the figures and facts that ``path`` holds beside its own; figures of another commit say
-        which.
+        """Writes the record with the figures and facts that ``path`` holds beside its own; figures of another commit
+        say which.
 
         Raises ``ConfigError`` for a file that is no record.
         """
