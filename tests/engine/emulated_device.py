@@ -26,9 +26,6 @@ class EmulatedDevice:
         self.machine = EmulatedMachine(backward=backward)
         self.backend = HostBackend(nbytes, faults)
 
-    def trim(self) -> None:
-        """Nothing is kept of freed tensors."""
-
     def describe(self) -> str:
         return "an emulated card"
 

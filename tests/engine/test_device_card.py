@@ -66,6 +66,17 @@ def transcript(runtime: Runtime, ids: list[int], rounds: int = 12) -> torch.Tens
     return torch.stack(found)
 
 
+def test_a_closed_runtime_leaves_nothing_on_the_card() -> None:
+    """Though it and its session are still held: the next model is planned over what is free."""
+    before, kept = torch.cuda.memory_allocated(), []
+    for _ in range(2):
+        with small("cuda", expert_cache=20) as runtime:
+            kept.append((runtime, Session(runtime)))
+            kept[-1][1].read_prompt(prompt(9))
+            assert torch.cuda.memory_allocated() > before
+        assert torch.cuda.memory_allocated() <= before
+
+
 def test_every_placement_gives_the_same_bits_near_the_cpus() -> None:
     ids, first = prompt(61), None
     with small("cpu") as runtime:

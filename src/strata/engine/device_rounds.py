@@ -72,7 +72,8 @@ class _Round:
 
 
 class DeviceRounds:
-    """Owns programs, mailbox and state on the card. Serves one sequence at a time (``new_sequence``). Close once."""
+    """Owns programs, mailbox and state on the card. Serves one sequence at a time (``new_sequence``). Close once: a
+    sequence, or a session, that outlives it holds none of its memory."""
 
     def __init__(
         self,
@@ -217,9 +218,14 @@ class DeviceRounds:
         return [(one.kernel, one.microseconds / 1e6) for one in timed]
 
     def close(self) -> None:
+        if self._current is not None:
+            self._current.alive = False
         self._machine.synchronize()
         self._rounds.clear()
         self._owned.close()
+        # All that holds tensors on the card, or memory that is not there any more.
+        del self.state, self.dispatch, self._model, self._experts, self._mailbox, self._logits_WV
+        del self._words, self._ticket_word, self._inputs, self._memory, self._buffers
 
     def _take_pinned(self, nbytes: int) -> tuple[int, int]:
         """(host address, device address) of page-locked memory that lives as long as this."""

@@ -6,6 +6,7 @@ can be used. It plans nothing and takes no memory before ``open_device``.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +27,16 @@ if TYPE_CHECKING:
     from strata.kernels.cuda.driver import Card
     from strata.kernels.cuda.program import Machine as LaunchMachine
 
-__all__ = ["RoundDevice", "card_index", "card_room", "choose_card", "hold_to_plan", "named_refusals", "open_device"]
+__all__ = [
+    "RoundDevice",
+    "card_index",
+    "card_room",
+    "choose_card",
+    "give_back_tensors",
+    "hold_to_plan",
+    "named_refusals",
+    "open_device",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +80,17 @@ def open_device(requested: Requested, card: Card) -> CudaDevice:
     """A context on ``card`` under the cap of ``--vram-gib``. Raises ``ConfigError`` or ``EngineError``."""
     from strata.kernels.cuda import cuda_device
 
+    give_back_tensors()  # of a load that failed: what is free is measured at the opening
     cap = None if requested.vram_gib is None else int(requested.vram_gib * GIB)
     opened = cuda_device.open_device(card.index, cap_bytes=cap)
     logger.info("%s", opened.describe())
     return opened
+
+
+def give_back_tensors() -> None:
+    """Gives the driver the memory of torch's dead tensors, of those that wait in a cycle too."""
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing where torch has not begun to use a card
 
 
 def card_room(requested: Requested, machine: Machine, device: RoundDevice) -> DeviceRoom:

@@ -6,7 +6,6 @@ arms of ``strata verify`` open several in a row over the same dense weights.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable
@@ -18,7 +17,15 @@ import torch
 
 from strata.checkpoint.pack_writer import Progress
 from strata.config import Requested
-from strata.engine.devices import RoundDevice, card_room, choose_card, hold_to_plan, named_refusals, open_device
+from strata.engine.devices import (
+    RoundDevice,
+    card_room,
+    choose_card,
+    give_back_tensors,
+    hold_to_plan,
+    named_refusals,
+    open_device,
+)
 from strata.engine.link_share import choose_link_share
 from strata.engine.memory_use import MemoryUse, measure_use
 from strata.engine.models import OpenModel
@@ -102,7 +109,10 @@ def kv_format(requested: Requested) -> KvFormat:
 
 
 class Runtime:
-    """Owns device memory, the expert tiers and their threads; borrows the open model. Close once."""
+    """Owns device memory, the expert tiers and their threads; borrows the open model. Close once.
+
+    A closed one holds no weights, state or buffers, whoever still holds it: the next is planned over what is free.
+    """
 
     def __init__(
         self,
@@ -122,6 +132,7 @@ class Runtime:
         self.ops = CpuOps()
         self.kv = kv
         self.rounds = rounds
+        self.vocabulary = model.config.vocabulary
         self._system = experts
         self._device = device
         self._backend = backend
@@ -149,8 +160,6 @@ class Runtime:
             if device is None and (card := choose_card(requested, machine)) is not None:
                 opened_card = open_device(requested, card)
                 owned.callback(opened_card.close)
-                gc.collect()  # tensors of a runtime that was closed may wait in a cycle
-                opened_card.trim()
                 device = opened_card
             plan = make_plan(opened, requested, machine, device)
             for line in plan.lines():
@@ -231,8 +240,13 @@ class Runtime:
         return rounds
 
     def close(self) -> None:
-        self._owned.close()
-        self.rounds = None  # with it go the tensors that it has on a card
+        try:
+            self._owned.close()
+        finally:
+            self.rounds = None
+            del self.model
+        if self._device is not None:
+            give_back_tensors()
 
     def new_sequence(self) -> TokenSequence:
         """An empty sequence. A card holds one: the one before is not alive any more."""
@@ -243,10 +257,6 @@ class Runtime:
     @property
     def experts(self) -> ExpertExecutor:
         return self._system.dispatcher
-
-    @property
-    def vocabulary(self) -> int:
-        return self.model.config.vocabulary
 
     @property
     def max_context(self) -> int:

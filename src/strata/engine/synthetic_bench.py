@@ -120,14 +120,20 @@ def run_decode_arms(
     """Measures arms, going on from runs that were kept of the same commit and settings. The weights of a routing are
     loaded once for all its arms, so results come routing by routing. Raises ``ConfigError``."""
     for routing in dict.fromkeys(arm.routing for arm in arms):
-        began = time.perf_counter()
-        with open_learned(case, routing, requested, report) as (model, runtime):
-            for arm in arms:
-                if arm.routing == routing:
-                    report(f"-- {case.shape}: {arm.name}")
-                    check_room(arm, case.tokens, runtime)
-                    yield _Measuring(case, arm, requested, model, runtime, began, report).run()
-                    began = time.perf_counter()
+        yield from _run_routing(case, routing, [arm for arm in arms if arm.routing == routing], requested, report)
+
+
+def _run_routing(
+    case: SyntheticCase, routing: Routing, arms: Sequence[Arm], requested: Requested, report: Report
+) -> Iterator[ArmResult]:
+    """Alone in its frame, so that the weights of one routing are not alive when the next one's are loaded."""
+    began = time.perf_counter()
+    with open_learned(case, routing, requested, report) as (model, runtime):
+        for arm in arms:
+            report(f"-- {case.shape}: {arm.name}")
+            check_room(arm, case.tokens, runtime)
+            yield _Measuring(case, arm, requested, model, runtime, began, report).run()
+            began = time.perf_counter()
 
 
 @contextmanager

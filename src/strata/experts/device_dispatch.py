@@ -106,4 +106,6 @@ class DeviceDispatch:
         return DispatchCounters(by_tier, found.exchanges, int(self._box.aliases))
 
     def close(self) -> None:
+        """May be called twice."""
         self._conductor.close()
+        vars(self).pop("tables", None)  # whoever still holds this holds nothing on the device
