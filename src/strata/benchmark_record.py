@@ -28,6 +28,9 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 ABSOLUTE_PATH = re.compile(r"(?:^|[\s\"'=:,(])(?:~|/[\w.-]+/[\w./-]|[A-Za-z]:[\\/])")
 
 
+RESULTS = "benchmarks/results"  # earlier results make no measurement another one
+
+
 @dataclass(frozen=True)
 class Figure:
     """One measured figure: the median of ``runs`` runs (kernels: the best pass), and the bound that it is held against.
@@ -76,7 +79,7 @@ class Record:
     machine: Mapping[str, object]
     figures: Mapping[str, Figure]
     commit: str = field(default_factory=lambda: version.commit().removesuffix("-dirty"))
-    dirty: bool = field(default_factory=lambda: version.commit().endswith("-dirty"))
+    dirty: bool = field(default_factory=lambda: version.commit(RESULTS).endswith("-dirty"))
     when: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
     def as_json(self) -> dict[str, object]:

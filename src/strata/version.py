@@ -14,10 +14,11 @@ __all__ = ["VERSION", "commit", "describe"]
 VERSION = "0.1.0"
 
 
-def commit() -> str:
+def commit(ignored: str = "") -> str:
     """Short commit, ``-dirty`` appended when the checkout has uncommitted changes; empty when not known.
 
-    A built package carries ``_commit.txt``; a checkout is asked through git.
+    A built package carries ``_commit.txt``; a checkout is asked through git. Changes in the folder ``ignored`` (such as
+    results of measurements) do not count.
     """
     package = Path(__file__).resolve().parent
     recorded = package / "_commit.txt"
@@ -26,11 +27,17 @@ def commit() -> str:
     root = package.parent.parent
     if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
         return ""
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        name = _git(root, "describe", "--always", "--abbrev=12")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", f":!{ignored or 'none'}")
     except (OSError, subprocess.SubprocessError):
         return ""
+    return name + ("-dirty" if changed else "")
+
+
+def _git(root: Path, *words: str) -> str:
+    command = ["git", "-C", str(root), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
 def describe() -> str:

@@ -1,4 +1,4 @@
-"""Packs: what comes out is what went in, any changed byte is found, and there is never half a pack (faults 10, 12)."""
+"""Packs: what comes out went in, any changed byte is found, and there is never half a pack (faults 8, 10, 12)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from strata.checkpoint import dense_writer, pack_writer
 from strata.checkpoint import manifest as manifest_module
 from strata.checkpoint.manifest import encode_manifest, read_manifest
 from strata.checkpoint.pack_reader import PackReader
@@ -28,7 +29,7 @@ from strata.errors import CheckpointError, ConfigError
 from strata.kernels.cpu.checksum import checksum
 from strata.kernels.ops import Matrix
 from strata.quant.blocks import dequantise, quantise
-from tests.checkpoint.test_source_model import nvfp4_tensors
+from tests.checkpoint.test_source_model import fuse, nvfp4_tensors
 from tests.checkpoint.tiny_family import (
     EXPERTS,
     LAYERS,
@@ -124,6 +125,24 @@ def test_nvfp4_experts_are_repacked_without_loss(tmp_path: Path, style: str) -> 
                 parts = reader.layout.dequantise(blob[None], scales[None])
                 for got, name in zip(parts, ("gate", "up", "down"), strict=True):
                     assert torch.equal(got[0], expected[f"model.layers.{layer}.experts.{expert}.{name}"])
+
+
+@pytest.mark.parametrize("layout", ["fused", "packed", "packed_fused"])
+def test_a_fused_tensor_larger_than_what_is_read_at_once(
+    source: Path, tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault 8: one tensor holds all experts of a layer, and a buffer holds less than one expert."""
+    config = TinyConfig()
+    expected = read_all(pack_checkpoint(source, tmp_path / "plain", find_tiny))
+    fused = fuse(tiny_tensors(config), layout, config)
+    folder = save_checkpoint(tmp_path / "source", fused, asdict(config))
+    monkeypatch.setattr(pack_writer, "SLICE_BYTES", 64)
+    monkeypatch.setattr(dense_writer, "SLICE_BYTES", 64)
+    found = read_all(pack_checkpoint(folder, tmp_path / "pack", find_tiny))
+    assert max(tensor.nbytes for name, tensor in fused.items() if ".experts." in name) > 64
+    weights = [name for name in expected if name.endswith((".bin", ".safetensors", ".rows"))]
+    assert weights
+    assert [name for name in weights if found[name] != expected[name]] == []
 
 
 def test_locations_are_pages_of_files_with_checksums(pack: Path) -> None:
