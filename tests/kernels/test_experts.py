@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -187,6 +189,26 @@ def test_special_rows_and_weights(format: ExpertFormat, level: str) -> None:
     for name in levels_of(level):
         library.select_isa(name)
         assert agree(packed.compute(x, only(len(x))), expected), name
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("format", ["nvfp4", "q8_0"])
+def test_a_group_counts_from_two_to_the_minus_hundred_on(format: ExpertFormat, level: str) -> None:
+    """Seen through large tensor scales: at the limit, one step below it, and with h around it instead of x."""
+    plain = make(64, 64, format, seed=4)
+    large = torch.full((1,), 2.0**100)
+    gate, up, down = plain.parts
+    inputs = Packed(plain.layout, replace(gate, tensor_scale=large), replace(up, tensor_scale=large), down)
+    x = torch.zeros(3, 64)
+    x[:, 5] = torch.tensor([2.0**-100, np.nextafter(np.float32(2.0**-100), np.float32(0)), 1.5 * 2.0**-100])
+    inner = Packed(plain.layout, gate, up, replace(down, tensor_scale=large))
+    small = rows_of(14, 64, 6) * (2.0 ** -torch.arange(42.0, 56.0))[:, None]
+    for name in levels_of(level):
+        library.select_isa(name)
+        found = inputs.compute(x, only(3))
+        assert agree(found, inputs.expected(x, only(3))), name
+        assert [bool((row & 0x7FFFFFFF).any()) for row in found[0]] == [True, False, True], name
+        assert agree(inner.compute(small, only(14)), inner.expected(small, only(14))), name
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -38,7 +38,7 @@ __all__ = [
     "write_rates",
 ]
 
-LAYOUT = 7  # of the file; rises whenever what is measured changes, so that old numbers are not taken for new ones
+LAYOUT = 8  # of the file; rises whenever what is measured changes, so that old numbers are not taken for new ones
 
 
 @dataclass(frozen=True)
