@@ -14,7 +14,12 @@ def load_tool(name: str) -> ModuleType:
     """A fresh module each time, so that a test may replace its constants."""
     if str(TOOLS) not in sys.path:
         sys.path.insert(0, str(TOOLS))
-    spec = importlib.util.spec_from_file_location(f"strata_tool_{name}", TOOLS / f"{name}.py")
+    return load_script(TOOLS / f"{name}.py")
+
+
+def load_script(path: Path) -> ModuleType:
+    """A script of any folder, the same way."""
+    spec = importlib.util.spec_from_file_location(f"strata_tool_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

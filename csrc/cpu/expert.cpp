@@ -109,7 +109,7 @@ struct Job {
 };
 
 // Waits until nothing is missing, and meanwhile brings the weights that are multiplied next to the cache: memory would
-// idle while the rows are prepared by one thread, and while the last of gate and up are computed by a few. False: some
+// idle while the rows are prepared by a few threads, and while the last of gate and up are computed by a few. False: some
 // thread has failed, and with it the job; what is waited for may never come.
 bool await_zero(const std::atomic<int32_t>& missing, const uint8_t* weights, long nbytes) {
     if (missing.load(std::memory_order_acquire) == 0) return true;

@@ -110,8 +110,9 @@ def test_a_closed_runtime_that_is_still_held_holds_no_tensor(on_card: bool) -> N
         before[storage._cdata] = mine.pop(storage._cdata)  # the test's own
         del storage
         assert len(mine) > (100 if on_card else 5)
-        rounds = runtime.rounds
+        rounds, counted = runtime.rounds, runtime.statistics().experts
         runtime.close()
+        assert runtime.statistics().experts == counted  # a page of metrics may be asked for late
         kept.append((runtime, rounds, session if on_card else None, first))
         del session  # on the CPU the state is a session's
         assert count_alive(mine) == 0

@@ -38,10 +38,15 @@ def test_auto_ends_both_together(link: float, ram: float, share: float) -> None:
     assert found / link == pytest.approx((1 - found) / ram)  # seconds of each side
 
 
-def test_what_cannot_be_measured_leaves_all_to_the_cpu() -> None:
+def test_what_cannot_be_measured_leaves_all_to_the_cpu_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
     def short_of_ram() -> float:
         raise MemoryError
 
     assert choose_link_share(asked("auto"), CARD, never, lambda _: None) == 0.0
     assert choose_link_share(asked("auto"), CARD, short_of_ram, lambda _: 50e9) == 0.0
     assert choose_link_share(asked("auto"), CARD, never) == 0.0  # an emulated card has no link
+    told = [record.getMessage() for record in caplog.records]
+    assert ["measure the link" in words for words in told] == [True, False, True]
+    assert "measure RAM; --pcie-frac F gives a share" in told[1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,19 +18,14 @@ from strata.kernels.cuda.program import Address
 from tests.emulator import machine as emulation
 from tests.emulator.compile import load_source
 from tests.emulator.machine import EmulatedMachine, EmulatedProgram
+from tests.load_tool import load_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "layouts_card.py"
 
 
 @cache
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("layouts_card", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, layout: str, sums: str, hidden: int, inner: int) -> list[np.ndarray]:

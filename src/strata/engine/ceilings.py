@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ceilings", "RoundBytes", "measure_ceilings", "round_seconds"]
 
-POST_AND_WAIT_SECONDS = 3.6e-6  # of a layer inside a captured graph, measured on an H200 by the mailbox's self-test
+POST_AND_WAIT_SECONDS = 3.6e-6  # of a layer inside a captured graph: a ceiling, measured on an H200
 GIGA = 1e9
 
 

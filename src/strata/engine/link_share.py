@@ -35,11 +35,10 @@ def choose_link_share(
     if device is None:
         return 0.0
     link = (read_link or _read_link)(device)
-    if link is None:
-        return 0.0
-    try:
-        ram = read_ram()
-    except MemoryError:
+    ram = None if link is None else _or_none(read_ram)
+    if link is None or ram is None:
+        what = "the link" if link is None else "RAM"
+        logger.info("pcie-frac auto: 0, because there is no room to measure %s; --pcie-frac F gives a share", what)
         return 0.0
     share = link / (link + ram)
     logger.info(
@@ -47,6 +46,13 @@ def choose_link_share(
         share, link / GIGA, ram / GIGA,
     )  # fmt: skip
     return share
+
+
+def _or_none(read: Callable[[], float]) -> float | None:
+    try:
+        return read()
+    except MemoryError:
+        return None
 
 
 def _read_link(device: RoundDevice) -> float | None:

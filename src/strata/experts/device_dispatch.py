@@ -64,6 +64,7 @@ class DeviceDispatch:
         self.reads_files = file is not None
         self._conductor = Conductor(layout, mail, most_rows, most_picks, ram, file)
         self._box = Box.from_address(mail["box"])
+        self._last: DispatchCounters | None = None  # of a closed one
 
     @property
     def conductor(self) -> Conductor:
@@ -99,6 +100,8 @@ class DeviceDispatch:
     def counters(self) -> DispatchCounters:
         """Experts computed since the start, by the tier that they were read from; ``num_calls``: layers of rounds in
         which the CPU had a part."""
+        if self._last is not None:
+            return self._last
         found = self._conductor.counters()
         by_tier = [int(n) for n in found.by_kind[: len(Tier)]]
         by_tier[Tier.VRAM] += int(self._box.hits)
@@ -106,6 +109,7 @@ class DeviceDispatch:
         return DispatchCounters(by_tier, found.exchanges, int(self._box.aliases))
 
     def close(self) -> None:
-        """May be called twice."""
+        """May be called twice. Counters stay as they were: conductor and mailbox are gone."""
+        self._last = self.counters
         self._conductor.close()
         vars(self).pop("tables", None)  # whoever still holds this holds nothing on the device
