@@ -92,6 +92,7 @@ class Conductor {
         words_[0] = '\0';
         exchange_ = 0;
         mute_ = false;
+        settled_ = posted();
         began_ns_ = now_ns();
         __atomic_store_n(&c_.mailbox->abort, 0u, __ATOMIC_RELEASE);
         // The thread says that it sleeps before it looks for the last time: one of the two is seen.
@@ -109,6 +110,19 @@ class Conductor {
         if (!rests() && !wait(2)) return kOk;
         if (dead_.load()) return fail(kTaskFault, "the CPU's worker died in the middle of a round");
         return status_ == kOk ? kOk : fail(status_, "%s", words_);
+    }
+
+    // A host that waits between two launches has nothing else to do: it looks, so that an answer is seen at once.
+    int settle(int wait_ms) {
+        const unsigned number = posted();
+        const long until = now_ns() + wait_ms * 1'000'000L;
+        do {
+            for (int look = 0; look < kLooks && !rests(); ++look) relax();
+        } while (!rests() && now_ns() < until);
+        if (!rests()) return fail(kTaskFault, "the CPU's worker did not answer within %d ms", wait_ms);
+        if (number != settled_) ++counters_.settled;
+        settled_ = number;
+        return kOk;
     }
 
     void abort() { __atomic_store_n(&c_.mailbox->abort, 1u, __ATOMIC_RELEASE); }
@@ -197,7 +211,8 @@ class Conductor {
     }
 
     void answer(unsigned number) {
-        const int status = compute();
+        const bool probed = c_.mailbox->layer == kProbeLayer;
+        const int status = probed ? copy_probe() : compute();
         if (status != kOk) {
             status_ = status;
             std::strncpy(words_, strata_last_error(), sizeof words_ - 1);
@@ -206,7 +221,12 @@ class Conductor {
         }
         // A round that was given up in the meantime does not look any more, and numbers are never used twice.
         __atomic_store_n(&c_.mailbox->done, number, __ATOMIC_RELEASE);
-        ++counters_.exchanges;
+        if (!probed) ++counters_.exchanges;
+    }
+
+    int copy_probe() {
+        std::memcpy(c_.out, c_.x, static_cast<size_t>(c_.hidden) * sizeof(float));
+        return kOk;
     }
 
     int compute() {
@@ -315,6 +335,7 @@ class Conductor {
     std::atomic<bool> active_{false}, stopping_{false}, asleep_{false}, dead_{false};
     // The thread's while something is posted that is not handled, else the caller's.
     bool mute_ = false;
+    unsigned settled_ = 0;  // the number that `settle` has counted last
     long began_ns_ = 0;
     int exchange_ = 0;
     int status_ = kOk;
@@ -355,6 +376,10 @@ STRATA_API int strata_conductor_begin(void* conductor, int wait_ms) {
 }
 
 STRATA_API int strata_conductor_end(void* conductor) { return static_cast<Conductor*>(conductor)->end(); }
+
+STRATA_API int strata_conductor_settle(void* conductor, int wait_ms) {
+    return static_cast<Conductor*>(conductor)->settle(wait_ms);
+}
 
 STRATA_API void strata_conductor_abort(void* conductor) { static_cast<Conductor*>(conductor)->abort(); }
 

@@ -41,6 +41,9 @@ STRATA_API int strata_conductor_open(const StrataConductorConfig* config, void**
 STRATA_API int strata_conductor_begin(void* conductor, int wait_ms);
 // No round posts from now on. Returns the error of a task of this round, with its words.
 STRATA_API int strata_conductor_end(void* conductor);
+// For a host that hands rounds over layer by layer: waits up to `wait_ms` until what was posted is answered, or no answer
+// will come any more.
+STRATA_API int strata_conductor_settle(void* conductor, int wait_ms);
 // Sets the mailbox's abort word; the next `begin` clears it.
 STRATA_API void strata_conductor_abort(void* conductor);
 STRATA_API void strata_conductor_close(void* conductor);
@@ -51,7 +54,7 @@ STRATA_API void strata_conductor_close(void* conductor);
 STRATA_API void strata_conductor_fault(void* conductor, int kind, int number, int ms);
 
 struct StrataConductorCounters {
-    int64_t exchanges, file_reads, restarts;
+    int64_t exchanges, file_reads, restarts, settled;  // settled: exchanges that `settle` has waited for
     int64_t by_kind[8];        // experts computed
     int64_t wait_ns, work_ns;  // polling in rounds, computing
 };

@@ -301,6 +301,15 @@ class Requested:
         the page-locked ones.""",
         variable_only=True,
     )
+    mailbox: Literal["auto", "off"] = option(
+        AUTO,
+        choice("auto", "off"),
+        "experts",
+        """How a card's rounds reach the CPU: auto tests the mailbox in shared memory at the start and falls back where
+        it does not work; off: the host hands over the CPU's part of each layer, one graph a layer, slower.""",
+        metavar="auto|off",
+        variable_only=True,
+    )
     iq_mt_min: int | Auto = option(
         AUTO,
         or_word(whole(0), AUTO),

@@ -45,7 +45,7 @@ def count_alive(held: dict[int, StorageWeakRef]) -> int:
 
 @pytest.fixture
 def _own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An emulated card's weights are copies, as a card's are."""
+    """Each weight has memory of its own, so that one that is still held is counted."""
     move = runtime_module.on_device
 
     def copied(weight: object) -> object:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from strata.engine.device_rounds import RoundGivenUp
+from strata.engine.device_rounds import DeviceRounds, RoundGivenUp
+from strata.engine.models import open_model
 from strata.engine.round_profile import profile_prompt, profile_rounds
-from strata.engine.runtime import Runtime
+from strata.engine.runtime import Runtime, _tensors_of, on_device
 from strata.engine.session import Session
 from strata.engine.timeline import Timeline
 from strata.errors import CheckpointError, EngineError
+from strata.kernels.cpu.conductor import Conductor
+from strata.kernels.host import HostBackend, HostBuffer, HostRegistration
 from strata.layers.ngram_hash import NgramHash
 from tests.engine.conftest import VOCABULARY, load
 from tests.engine.emulated_device import EmulatedDevice, device_runtime
@@ -28,6 +32,7 @@ PLACEMENTS = {
     "a swap every round": {"expert_cache": 8, "resident_experts": True, "adapt_every": 1, "adapt_swaps": 2},
     "mapped": {"expert_cache": 5, "adapt_every": 0, "mmap_experts": True},
     "file": {"expert_cache": 5, "adapt_every": 0, "resident_budget_gib": 0.00005},
+    "handed over by the host": {"expert_cache": 5, "adapt_every": 0, "mailbox": "off"},
 }
 
 
@@ -72,8 +77,10 @@ def test_every_placement_gives_the_same_bits(packs: dict[str, Path]) -> None:
                 "a swap every round": counted.swaps > 0,
                 "mapped": counted.misses_mapped > 0,
                 "file": counted.misses_file > 0,
+                "handed over by the host": counted.hits and counted.misses_pinned and counted.handed_over,
             }
             assert moved[name], (name, counted)
+            assert (counted.handed_over > 0) == (name == "handed over by the host")
     first = found.pop("all in VRAM")
     for name, other in found.items():
         assert torch.equal(first, other), name
@@ -104,6 +111,105 @@ def test_the_order_of_blocks_and_threads_decides_nothing(packs: dict[str, Path])
         with device_runtime(packs["default"], EmulatedDevice(backward=backward), expert_cache=5) as runtime:
             found.append(transcript(runtime, ids, 2))
     assert torch.equal(*found)
+
+
+def test_a_plan_knows_what_rounds_share_with_the_host(packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    allocate = HostBackend.allocate_pinned
+
+    def counted(backend: HostBackend, nbytes: int) -> tuple[HostBuffer, HostRegistration]:
+        taken.append(nbytes)
+        return allocate(backend, nbytes)
+
+    open_rounds = Runtime._open_rounds
+
+    def opened(*given: object) -> DeviceRounds:
+        monkeypatch.setattr(HostBackend, "allocate_pinned", counted)
+        return open_rounds(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Runtime, "_open_rounds", opened)
+    with device_runtime(packs["default"], expert_cache=5) as runtime:
+        assert runtime.plan.shape.mailbox_bytes == sum(taken) > 0
+
+
+def test_dense_weights_lie_in_one_block_of_their_own_size(packs: dict[str, Path]) -> None:
+    opened = open_model(str(packs["default"]))
+    try:
+        weights = opened.dense(None)
+        moved = on_device(weights, EmulatedDevice())
+        blocks, sizes = set(), []
+        for name, weight in weights.items():
+            other = moved[name]
+            assert type(other) is type(weight)
+            for before, after in zip(_tensors_of(weight), _tensors_of(other), strict=True):
+                assert torch.equal(before, after)
+                assert before.dtype == after.dtype
+                assert after.is_contiguous()
+                assert after.data_ptr() % 16 == 0
+                blocks.add(after.untyped_storage().data_ptr())
+                sizes.append(after.nbytes)
+        assert len(blocks) == 1
+        assert after.untyped_storage().nbytes() < sum(sizes) + 512 * len(sizes)
+    finally:
+        opened.close()
+
+
+def test_a_mailbox_that_does_not_work_is_said_and_done_without(
+    packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = prompt(3, seed=1)
+    with device_runtime(packs["default"], expert_cache=5) as runtime:
+        expected = transcript(runtime, ids, 3)
+        effect = runtime.mailbox_effect()
+        assert effect is not None
+        assert effect.in_force
+        assert "us an exchange" in effect.why
+        assert runtime.statistics().mailbox_microseconds > 0
+    begin = Conductor.begin
+
+    def mute(conductor: Conductor, wait_ms: int = 10_000) -> None:
+        conductor.plan_fault("abort", 1)
+        begin(conductor, wait_ms)
+
+    with monkeypatch.context() as patch:
+        prepare = DeviceRounds.prepare
+
+        def prepare_unheard(rounds: DeviceRounds) -> None:
+            patch.setattr(Conductor, "begin", mute)
+            prepare(rounds)
+            patch.setattr(Conductor, "begin", begin)
+
+        patch.setattr(DeviceRounds, "prepare", prepare_unheard)
+        with device_runtime(packs["default"], expert_cache=5) as runtime:
+            assert "does not work here (3 times no answer" in caplog.text
+            effect = runtime.mailbox_effect()
+            assert effect is not None
+            assert not effect.in_force
+            assert "no answer" in effect.why
+            assert runtime.statistics().mailbox_microseconds == 0
+            assert torch.equal(transcript(runtime, ids, 3), expected)
+            assert runtime.statistics().experts.handed_over > 0
+            with pytest.raises(EngineError, match="not timed"):
+                runtime.rounds.time_launches([1])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["sleep", "die", "abort"])
+def test_a_handed_over_round_that_is_given_up_is_repeated(packs: dict[str, Path], kind: str) -> None:
+    ids = prompt(2, seed=4)
+    with device_runtime(packs["default"], expert_cache=0, mailbox="off") as runtime:
+        rounds = runtime.rounds
+        assert rounds is not None
+        expected = transcript(runtime, ids, 1)
+        session = Session(runtime)
+        token = int(session.read_prompt(ids).argmax())
+        rounds.limit_ms = 4_000
+        rounds.dispatch.conductor.plan_fault(kind, 1, 9_000)  # type: ignore[arg-type]
+        began = time.monotonic()
+        with pytest.raises(RoundGivenUp):
+            session.round([token])
+        assert time.monotonic() - began < 9, "it waits once"
+        rounds.limit_ms = 60_000
+        assert torch.equal(session.round([token])[0], expected[1])
 
 
 @pytest.mark.parametrize("kind", ["sleep", "die", "abort"])

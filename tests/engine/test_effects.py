@@ -138,6 +138,13 @@ def test_the_link_is_shared_with_a_card_alone() -> None:
     assert effects(iq_mt_min=8)["iq_mt_min"].in_force
 
 
+def test_the_mailbox_is_a_cards() -> None:
+    assert not effects(expert_cache=48)["mailbox"].in_force
+    card = {"device": "cuda", "vram_gib": 16}
+    assert effects(**card)["mailbox"] == Effect("mailbox", True, "tested when the model is loaded")
+    assert "the host hands over" in effects(**card, mailbox="off")["mailbox"].why
+
+
 def test_a_card_says_that_it_streams_no_prompt_and_what_it_reads() -> None:
     options: dict[str, Any] = {"device": "cuda", "vram_gib": 12}
     found = effects(**options, prefill="1024")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from strata.engine.mailbox_check import PROBE_LIMIT_MS, MailboxCheck, check_mailbox, probe_launches
 from strata.errors import EngineError
 from strata.experts.policy import split_pinned
 from strata.kernels.cpu.conductor import Conductor, RamTables
@@ -247,3 +248,69 @@ def test_a_round_without_an_answer_ends_and_the_next_is_right(bench: Bench, kind
     same(bench.run(x, ids, weights), expected(bench, x, ids, weights))
     assert bench.mailbox.box.aborted == 0
     assert bench.conductor.counters().restarts == (kind == "die")
+
+
+def probe(bench: Bench, exchanges: int = LAYERS) -> MailboxCheck:
+    """The mailbox's self-test, answered by the bench's conductor."""
+    program = Program(torch.device("cpu"), 3)
+    words = torch.zeros(MAX_WINDOW + 3, dtype=torch.int32)
+    program.launch(
+        "round.begin", (1,), 32, bench.mailbox.device("inputs"), words, len(words), bench.memory.state, exchanges,
+        bench.memory.flags, MAX_WINDOW,
+    )  # fmt: skip
+    launches = program.take() + probe_launches(program, bench.mailbox, bench.memory, exchanges, HIDDEN)
+    program.launch(
+        "round.publish", (1,), 32, bench.memory.state, bench.mailbox.device("logits"), 0, 0, words,
+        bench.mailbox.device("best"), bench.memory.flags, bench.mailbox.device("row_flags"), 1, words[-1:],
+        bench.memory.state, bench.mailbox.device("box"),
+    )  # fmt: skip
+
+    def begin() -> None:
+        bench.ticket += 1
+        bench.mailbox.inputs[0], bench.mailbox.inputs[1] = bench.ticket, 200_000
+        bench.mailbox.inputs[-1] = bench.ticket
+
+    launches += program.take()
+    return check_mailbox(bench.machine, launches, bench.mailbox, bench.conductor, begin, exchanges)
+
+
+def test_the_mailboxs_self_test_sees_data_go_there_and_back(bench: Bench) -> None:
+    found = probe(bench)
+    assert found.microseconds is not None
+    assert 0 < found.microseconds < 1e6
+    assert bench.conductor.counters().exchanges == 0, "no layer was served"
+    bench.place("vvcccc" * 2)
+    x, ids, weights = inputs(2)
+    same(bench.run(x, ids, weights), expected(bench, x, ids, weights))
+
+
+@pytest.mark.parametrize("kind", ["sleep", "die", "abort"])
+def test_a_self_test_that_fails_once_is_repeated(bench: Bench, kind: str) -> None:
+    bench.conductor.plan_fault(kind, 2, 400)  # type: ignore[arg-type]
+    assert probe(bench).microseconds is not None
+
+
+def test_a_mailbox_that_nobody_answers_fails_its_self_test(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = bench.conductor.begin
+
+    def mute() -> None:
+        bench.conductor.plan_fault("abort", 1)
+        begin()
+
+    monkeypatch.setattr(bench.conductor, "begin", mute)
+    found = probe(bench)
+    assert found.microseconds is None
+    assert found.reason == f"3 times no answer within {PROBE_LIMIT_MS} ms"
+
+
+def test_an_answer_that_comes_before_its_data_fails_the_self_test(bench: Bench) -> None:
+    """The conductor answers into memory that the card does not read: what it finds there is not what it has sent."""
+    elsewhere = torch.zeros(HIDDEN)
+    parts = {name: bench.mailbox.host(name) for name in ("box", "x", "tasks", "rows", "slots", "flags")}
+    right = bench.conductor
+    ram = right._kept[0]
+    bench.conductor = Conductor(
+        bench.layout, {**parts, "out": elsewhere.data_ptr()}, MAX_WINDOW, MAX_WINDOW * TOP_K, ram
+    )  # fmt: skip
+    right.close()
+    assert probe(bench) == MailboxCheck(None, "what came back is not what was sent")

@@ -141,6 +141,17 @@ def test_what_lies_on_a_card_is_not_charged_to_ram_as_well() -> None:
     assert resolved.ram["device memory"] == 0
 
 
+def test_what_a_card_shares_with_the_host_is_ram_and_counts_as_page_locked() -> None:
+    shape = dataclasses.replace(FLASH, mailbox_bytes=9 * MIB)
+    request = MemoryRequest(ram_bytes=120 * GIB, expert_cache=4000)
+    room = DeviceRoom("cuda", 32 * GIB, pins_charge_device=True)
+    without, resolved = (plan(one, request, room) for one in (FLASH, shape))
+    assert resolved.ram["mailbox"] == 9 * MIB == resolved.ram_bytes - without.ram_bytes
+    assert without.pin_limit is not None
+    assert resolved.pin_limit == without.pin_limit - 9 * MIB
+    assert plan(shape, request, DeviceRoom("cpu", None)).ram["mailbox"] == 0
+
+
 def test_without_a_card_everything_is_charged_to_ram() -> None:
     resolved = plan(FLASH, MemoryRequest(ram_bytes=120 * GIB), DeviceRoom("cpu", None))
     assert resolved.num_slots == resolved.ring_slots == 0

@@ -92,7 +92,15 @@ def all_arms(model: OpenModel, *, on_card: bool = False) -> list[Arm]:
     out, and so is what only a streamed prompt does.
     """
     arms = _host_arms(model)
-    return [_card_arm(model, arm) for arm in arms if _fits_card(arm)] if on_card else arms
+    if not on_card:
+        return arms
+    return [*(_card_arm(model, arm) for arm in arms if _fits_card(arm)), _by_hand(model)]
+
+
+def _by_hand(model: OpenModel) -> Arm:
+    """Without the mailbox: what a card does where its self-test fails."""
+    options = {"adapt_every": 0, "expert_cache": _Sizes.of(model).quarter, "mailbox": "off"}
+    return Arm("handed over by the host", options, ("hits", "misses_pinned", "handed_over"))
 
 
 def _fits_card(arm: Arm) -> bool:

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from strata.engine.hand_over import HandedOver
+from strata.engine.mailbox_check import PROBE_LIMIT_MS, MailboxCheck, check_mailbox, probe_launches
 from strata.errors import EngineError
 from strata.kernels.cuda.copies import COPY_IN
 from strata.kernels.cuda.expert_step import ExpertStep, RoundMemory
-from strata.kernels.cuda.mailbox import Mailbox
+from strata.kernels.cuda.mailbox import INPUT_WORDS, Mailbox
 from strata.kernels.cuda.ops import CudaOps
 from strata.kernels.cuda.program import (
     MAX_WINDOW,
@@ -84,14 +86,19 @@ class DeviceRounds:
         backend: Backend,
         max_context: int,
         kv: KvFormat,
+        *,
+        by_hand: bool = False,
     ) -> None:
+        """``by_hand``: the host hands each layer's CPU part over, without asking whether the mailbox works."""
         config, device = model.config, machine.device
         self._model, self._experts, self._layout, self._machine = model, experts, layout, machine
         self._top_k, self._vocabulary = config.top_k, config.vocabulary
+        self._by_hand = by_hand
+        self.mailbox_check: MailboxCheck | None = None
         self._ticket = 0
         self._rounds: dict[tuple[int, Answer], _Round] = {}
         self._current: DeviceSequence | None = None
-        whole = torch.zeros(MAX_WINDOW + 4, dtype=torch.int32, device=device)
+        whole = torch.zeros(INPUT_WORDS, dtype=torch.int32, device=device)
         self._words, self._ticket_word = whole, whole[MAX_WINDOW + 3 :]
         self._inputs = RoundInputs(whole[3 : MAX_WINDOW + 3], whole[:1], whole[1:2], whole[2:3])
         self._memory = RoundMemory.on(device)
@@ -99,7 +106,7 @@ class DeviceRounds:
         self._backend = backend
         self._owned = ExitStack()
         with ExitStack() as owned:
-            self._mailbox = Mailbox(backend, config.hidden, config.top_k, config.vocabulary, len(whole))
+            self._mailbox = Mailbox(backend, config.hidden, config.top_k, config.vocabulary, INPUT_WORDS)
             owned.callback(self._mailbox.close)
             self._logits_WV = torch.from_numpy(self._mailbox.logits)
             self.state = DeviceState(model.new_state(max_context, kv), self._inputs, self._take_pinned)
@@ -109,6 +116,7 @@ class DeviceRounds:
                 MAX_WINDOW * config.top_k,
             )  # fmt: skip
             owned.callback(self.dispatch.close)
+            self._exchanges = len(self.dispatch.tables.where)  # of a round at most: numbers are never used twice
             self._owned.push(owned.pop_all())
         self.limit_ms = FILE_ROUND_LIMIT_MS if self.dispatch.reads_files else ROUND_LIMIT_MS
         if self.dispatch.reads_files:
@@ -117,7 +125,9 @@ class DeviceRounds:
             )
 
     def prepare(self, windows: Sequence[int] = (1, MAX_WINDOW)) -> None:
-        """Records, loads and captures these window sizes, so that no round waits for it."""
+        """Tests the mailbox, then records, loads and captures these window sizes, so that no round waits for it."""
+        if self.mailbox_check is None and not self._by_hand:
+            self.mailbox_check = self._check_mailbox()
         for rows in sorted(windows, reverse=True):
             self._round(rows, "logits")
         if 1 in windows:
@@ -164,6 +174,27 @@ class DeviceRounds:
         self._check_end(failure)
         return self._logits_WV[: len(ids)] if answer == "logits" else None
 
+    def _check_mailbox(self) -> MailboxCheck:
+        program = Program(self._machine.device, self._machine.multiprocessors, memory=self._buffers)
+        probes = probe_launches(program, self._mailbox, self._memory, self._exchanges, self._layout.hidden)
+        self._record_begin(program)
+        launches = program.take() + probes
+        self._record_end(program, None, 1, None, "none")
+        launches += program.take()
+        found = check_mailbox(
+            self._machine, launches, self._mailbox, self.dispatch.conductor,
+            lambda: self._write_words((0, 0, 0), [0], PROBE_LIMIT_MS), self._exchanges,
+        )  # fmt: skip
+        if found.microseconds is None:
+            self._by_hand = True
+            logger.warning(
+                "the mailbox between card and CPU does not work here (%s): the host hands over the CPU's part of each "
+                "layer, one graph a layer, which is slower", found.reason,
+            )  # fmt: skip
+        else:
+            logger.info("mailbox: %.1f us an exchange", found.microseconds)
+        return found
+
     def _replay(self, chosen: _Round, ids: Sequence[int]) -> None:
         """Runs a round to its end, even where rows cannot be gathered: half a round would fold half of the state."""
         if chosen.early is not None:
@@ -200,6 +231,8 @@ class DeviceRounds:
         Raises ``RoundGivenUp``.
         """
         chosen = self._round(len(ids), answer)
+        if self._by_hand:
+            raise EngineError("launches of rounds that the host hands over are not timed", "see STRATA_MAILBOX")
         self._write_inputs(ids)
         self.state.gather(ids)
         if self.dispatch.refresh():
@@ -236,12 +269,14 @@ class DeviceRounds:
 
     def _write_inputs(self, ids: Sequence[int]) -> None:
         self.state.begin(ids)
-        self._ticket = self._ticket % 0x3FFFFF + 1
-        state, ticket = self.state, self._ticket
+        state = self.state
+        self._write_words((state.length, state.accepted, state.turn), ids, self.limit_ms)
+
+    def _write_words(self, where: tuple[int, int, int], ids: Sequence[int], limit_ms: int) -> None:
+        self._ticket = ticket = self._ticket % 0x3FFFFF + 1
         _WORDS.pack_into(
-            self._mailbox.inputs.data, 0, ticket, self.limit_ms * 1000, state.length, state.accepted, state.turn,
-            *ids, *_NO_IDS[len(ids) :], ticket,
-        )  # fmt: skip
+            self._mailbox.inputs.data, 0, ticket, limit_ms * 1000, *where, *ids, *_NO_IDS[len(ids) :], ticket
+        )
 
     def _settle(self) -> None:
         """Waits for the rounds' stream and for torch's own, which fills tensors between rounds."""
@@ -277,26 +312,30 @@ class DeviceRounds:
         logits_TV = self._model.forward(ops, [0] * rows, state, step, wanted)
         self._record_end(program, ops, rows, logits_TV, answer)
         launches = program.take()
-        self._record_begin(program, step.exchanges)
+        assert step.exchanges <= self._exchanges, "a layer of experts that no table knows"
+        self._record_begin(program)
         launches = program.take() + launches
         self._settle()  # what recording has filled is there before the first round
+        if self._by_hand:
+            by_hand = HandedOver(machine, launches, self.dispatch.conductor, lambda: self.limit_ms)
+            return _Round(launches, None, by_hand, program)
         first = next((at for at, launch in enumerate(launches) if launch.kernel == COPY_IN), 0)
         early = machine.prepare(launches[:first]) if first else None
         return _Round(launches, early, machine.prepare(launches[first:]), program)
 
-    def _record_begin(self, program: Program, exchanges: int) -> None:
+    def _record_begin(self, program: Program) -> None:
         program.launch(
             "round.begin", (1,), 32, self._mailbox.device("inputs"), self._words, self._words.numel(),
-            self._memory.state, exchanges, self._memory.flags, MAX_WINDOW,
+            self._memory.state, self._exchanges, self._memory.flags, MAX_WINDOW,
         )  # fmt: skip
 
     def _record_end(
-        self, program: Program, ops: CudaOps, rows: int, logits_TV: torch.Tensor | None, answer: Answer
+        self, program: Program, ops: CudaOps | None, rows: int, logits_TV: torch.Tensor | None, answer: Answer
     ) -> None:
         mail, memory = self._mailbox, self._memory
         columns = 0 if logits_TV is None else logits_TV.shape[1]
         values = rows * columns if answer == "logits" else 0
-        best = self._words if logits_TV is None else ops.argmax_rows(logits_TV)
+        best = self._words if logits_TV is None or ops is None else ops.argmax_rows(logits_TV)
         logits = memory.state if logits_TV is None else logits_TV
         program.launch(
             "round.publish", (max(1, min(64, values // 4096)),), _COPY_THREADS,

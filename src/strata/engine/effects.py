@@ -101,12 +101,19 @@ def _sharing_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
     found = [_cpu_share_effect(plan, requested), Effect("iq_mt_min", True, iq)]
     if plan.device.kind == "cpu":
         why = f"{NO_CARD}: the CPU computes every expert where it lies"
-        return [*found, Effect("pcie_frac", False, why), Effect("pcie_balance", False, why)]
+        return [*found, *(Effect(name, False, why) for name in ("pcie_frac", "pcie_balance", "mailbox"))]
     counted = "all misses of a layer count" if requested.pcie_balance else "a fixed share of the page-locked misses"
     fraction = requested.pcie_frac
     by_rates = "auto: the card reads the link's part of what link and RAM give together, measured while loading"
     reads = by_rates if isinstance(fraction, str) else f"the card reads {100 * fraction:g} %"
-    return [*found, Effect("pcie_frac", True, reads), Effect("pcie_balance", True, counted)]
+    handed = "the host hands over the CPU's part of each layer, one graph a layer"
+    mailbox = handed if requested.mailbox == "off" else "tested when the model is loaded"
+    return [
+        *found,
+        Effect("pcie_frac", True, reads),
+        Effect("pcie_balance", True, counted),
+        Effect("mailbox", True, mailbox),
+    ]
 
 
 def _cpu_share_effect(plan: ResolvedPlan, requested: Requested) -> Effect:

@@ -348,7 +348,9 @@ class Engine:
 
     def effects(self) -> list[Effect]:
         """What became of the options that a plan can overrule."""
-        return plan_effects(self._runtime.plan, self.requested)
+        planned = plan_effects(self._runtime.plan, self.requested)
+        mailbox = self._runtime.mailbox_effect()
+        return planned if mailbox is None else [*(one for one in planned if one.option != mailbox.option), mailbox]
 
     @property
     def max_context(self) -> int:

@@ -17,6 +17,7 @@ import torch
 
 from strata.checkpoint.pack_writer import Progress
 from strata.config import Requested
+from strata.config_sources import Effect
 from strata.engine.devices import (
     RoundDevice,
     card_room,
@@ -72,13 +73,17 @@ __all__ = ["Runtime", "RuntimeStatistics", "make_plan"]
 
 logger = logging.getLogger(__name__)
 
+_ALIGNMENT = 512  # bytes between weights on a card, as torch's own allocations have
+
 
 @dataclass(frozen=True)
 class RuntimeStatistics:
-    """``ready_seconds``: from the start of loading to the first round possible."""
+    """``ready_seconds``: from the start of loading to the first round possible. ``mailbox_microseconds``: an exchange
+    with a card, measured then; 0 on the CPU, and where the host hands over instead (``mailbox``)."""
 
     ready_seconds: float
     threads: int
+    mailbox_microseconds: float
     experts: ExpertStatistics
 
 
@@ -231,7 +236,10 @@ class Runtime:
         layout = opened.reader.layout
         assert layout is not None
         context = plan.request.max_context
-        rounds = DeviceRounds(model, experts, layout, device.machine, device.backend, context, kv_format(requested))
+        rounds = DeviceRounds(
+            model, experts, layout, device.machine, device.backend, context, kv_format(requested),
+            by_hand=requested.mailbox == "off",
+        )  # fmt: skip
         try:
             rounds.prepare()
         except BaseException:
@@ -300,7 +308,22 @@ class Runtime:
         return measure_use(self.plan, self._backend, self._system.statistics())
 
     def statistics(self) -> RuntimeStatistics:
-        return RuntimeStatistics(self._ready_seconds, self._threads, self._system.statistics())
+        check = None if self.rounds is None else self.rounds.mailbox_check
+        exchange = check.microseconds if check is not None else None
+        return RuntimeStatistics(self._ready_seconds, self._threads, exchange or 0.0, self._system.statistics())
+
+    def mailbox_effect(self) -> Effect | None:
+        """What the mailbox's self-test said; None where there was none."""
+        check = None if self.rounds is None else self.rounds.mailbox_check
+        if check is None:
+            return None
+        if check.microseconds is None:
+            return Effect("mailbox", False, f"{check.reason}: the host hands over the CPU's part of each layer")
+        return Effect("mailbox", True, f"tested: {check.microseconds:.1f} us an exchange")
+
+    def _mailbox_words(self) -> str:
+        microseconds = self.statistics().mailbox_microseconds
+        return f" (mailbox {microseconds:.1f} us)" if microseconds else " (no mailbox)"
 
     def describe(self) -> str:
         """One line: the model, its size, where it runs, where its experts lie."""
@@ -308,7 +331,7 @@ class Runtime:
         experts = format_bytes(shape.total_experts * shape.blob_bytes)
         threads = count_of(self._threads, "thread")
         device = self._backend.info()
-        card = f"{device.name} and " if device.kind == "cuda" else ""
+        card = f"{device.name}{self._mailbox_words()} and " if device.kind == "cuda" else ""
         return (
             f"{self._name}: {shape.num_layers} layers of {shape.num_experts} experts ({experts}), "
             f"{format_bytes(shape.dense_bytes)} dense, {card}{threads} ({isa()}), RAM mode {plan.mode}, "
@@ -317,16 +340,32 @@ class Runtime:
 
 
 def on_device(weights: Weights, device: RoundDevice) -> Weights:
-    """The dense weights in the device's memory; tables that rows are gathered from stay where they are."""
-    to = device.machine.device
+    """The dense weights in the device's memory; tables that rows are gathered from stay where they are.
+
+    All in one block, because torch rounds each allocation up: by 0.2 GiB for a model of some hundred matrices, which no
+    plan would know.
+    """
+    tensors = [tensor for weight in weights.values() for tensor in _tensors_of(weight)]
+    total = sum(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
+    block, end = torch.empty(total, dtype=torch.uint8, device=device.machine.device), 0
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal end
+        start, end = end, end + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def move(weight: Matrix | torch.Tensor | NgramTable) -> Matrix | torch.Tensor | NgramTable:
         if isinstance(weight, Matrix):
-            scales = None if weight.scales is None else weight.scales.to(to)
-            return replace(weight, data=weight.data.to(to), scales=scales)
-        return weight.to(to) if isinstance(weight, torch.Tensor) else weight
+            return replace(weight, data=put(weight.data), scales=None if weight.scales is None else put(weight.scales))
+        return put(weight) if isinstance(weight, torch.Tensor) else weight
 
     return {name: move(weight) for name, weight in weights.items()}
+
+
+def _tensors_of(weight: Matrix | torch.Tensor | NgramTable) -> list[torch.Tensor]:
+    if isinstance(weight, Matrix):
+        return [weight.data] if weight.scales is None else [weight.data, weight.scales]
+    return [weight] if isinstance(weight, torch.Tensor) else []
 
 
 class PackExperts:

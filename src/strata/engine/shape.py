@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from strata.checkpoint.dense_writer import DenseFormats, plan_dense
+from strata.kernels.cuda.mailbox import mailbox_bytes
 from strata.kernels.cuda.program import MAX_WINDOW
 from strata.memory.requests import ModelShape
 from strata.models import find
@@ -70,4 +71,5 @@ def _shape(
         kv_bytes_per_token=config.position_bytes(kv),
         round_bytes=max(1, whole - per_token * config.max_positions),
         round_bytes_per_token=per_token,
+        mailbox_bytes=mailbox_bytes(config.hidden, config.top_k, config.vocabulary) + config.gathered_bytes(MAX_WINDOW),
     )

@@ -106,7 +106,9 @@ class DeviceDispatch:
         by_tier = [int(n) for n in found.by_kind[: len(Tier)]]
         by_tier[Tier.VRAM] += int(self._box.hits)
         by_tier[Tier.PINNED] += int(self._box.aliases)
-        return DispatchCounters(by_tier, found.exchanges, int(self._box.aliases))
+        return DispatchCounters(
+            by_tier, found.exchanges, num_alias=int(self._box.aliases), num_handed_over=found.settled
+        )
 
     def close(self) -> None:
         """May be called twice. Counters stay as they were: conductor and mailbox are gone."""

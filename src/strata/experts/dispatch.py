@@ -51,6 +51,7 @@ class DispatchCounters:
     num_calls: int = 0
     num_alias: int = 0
     num_stale: int = 0
+    num_handed_over: int = 0
 
 
 class Dispatcher:

@@ -250,6 +250,7 @@ class ExpertSystem:
             misses_mapped=by_tier[Tier.MAPPED],
             misses_file=by_tier[Tier.FILE],
             alias_picks=dispatch.num_alias,
+            handed_over=dispatch.num_handed_over,
             stale_generations=dispatch.num_stale,
             direct_bytes=moved.direct_bytes,
             direct_runs=moved.direct_runs,

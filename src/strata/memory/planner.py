@@ -117,6 +117,7 @@ def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> Resol
     }
     ram = {"model": shape.host_bytes, "tables": shape.total_experts * TABLE_BYTES_PER_EXPERT}
     ram["staging"] = size_stager(request, "arena", unpinned_share=1.0).num_buffers * stride
+    ram["mailbox"] = shape.mailbox_bytes if device.kind == "cuda" else 0
     if device.free_bytes is None:
         vram: dict[str, int] = {}
         ram |= fixed | slots
@@ -131,6 +132,7 @@ def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> Resol
         ram["staging"] = 0  # everything is computed where it lies
     ram["expert copy"] = num_ram * stride
     ram["headroom"] = request.headroom_bytes
+    charged = sum(vram.values()) + ram["staging"] + ram["mailbox"]
     return ResolvedPlan(
         shape=shape,
         request=request,
@@ -147,7 +149,7 @@ def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> Resol
         vram=vram,
         ram=ram,
         direct_reads=_reads_directly(shape, request, mode, num_slots, num_ram, stride, sum(ram.values())),
-        pin_limit=_limit_pins(request, device, num_ram * stride, sum(vram.values()) + ram["staging"], messages),
+        pin_limit=_limit_pins(request, device, num_ram * stride, charged, messages),
         messages=tuple(messages),
     )
 
@@ -342,7 +344,7 @@ def _limit_pins(
 ) -> int | None:
     """Bytes of the RAM copy that may be page-locked; None: until the driver refuses.
 
-    ``device_bytes``: what the device holds already where page-locked bytes count as its own (staging included).
+    ``device_bytes``: what the device holds already where page-locked bytes count as its own (with staging and mailbox).
     """
     pin = request.pin
     limits = []

@@ -41,6 +41,7 @@ class ModelShape:
     prompt_bytes_per_row: int = 0  # buffers of a prompt pass for each of its rows; 0: sixteen FP32 hidden vectors
     round_bytes: int = 0  # recorded rounds of a card beside the state, at no position; 0: not known
     round_bytes_per_token: int = 0  # and for each position of the context
+    mailbox_bytes: int = 0  # page-locked RAM that a card's rounds share with the host
     draft_bytes: int = 0
     draft_layers: int = 0
     host_bytes: int = 0

@@ -68,6 +68,9 @@ class FamilyConfig(Protocol):
         """Bytes that recorded rounds of up to ``window`` rows take on a card beside one ``SequenceState``: what layers
         hand on, which no other layer's memory is used for, records of the window, tables of positions."""
 
+    def gathered_bytes(self, window: int) -> int:
+        """Bytes of RAM for what a host gathers for a round of up to ``window`` rows on a card."""
+
     def mixing_work(self, positions: int) -> int:
         """Multiply-adds of one row in attention and recurrent states, with ``positions`` before it, for a forecast."""
 

@@ -59,6 +59,9 @@ class Qwen3MoeConfig:
         row += cut_values(self.heads, self.head_width, max_positions)
         return 4 * (window * row + max_positions * self.head_width)
 
+    def gathered_bytes(self, window: int) -> int:
+        return 0
+
     def mixing_work(self, positions: int) -> int:
         return self.num_layers * 2 * self.heads * self.head_width * positions
 

@@ -127,6 +127,9 @@ class Qwen4ExpConfig:
             records += len(self.ngram.blocks) * 2 * (self.ngram.tail_rows + window) * wide
         return 4 * (window * row + records + max_positions * self.rotary)
 
+    def gathered_bytes(self, window: int) -> int:
+        return 0 if self.ngram is None else len(self.ngram.blocks) * window * self.ngram.width * 4
+
     def mixing_work(self, positions: int) -> int:
         attended = min(positions, (self.index_top_blocks + 1) * self.index_block)
         attention = 2 * self.heads * self.head_width * attended

@@ -31,6 +31,7 @@ GAUGES = frozenset(
         "running",
         "runtime.ready_seconds",
         "runtime.threads",
+        "runtime.mailbox_microseconds",
         "runtime.experts.experts_in_vram",
         "runtime.experts.experts_in_ram",
         "runtime.experts.experts_pinned",

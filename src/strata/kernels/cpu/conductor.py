@@ -52,11 +52,13 @@ class FileTables:
 
 @dataclass(frozen=True)
 class ConductorCounters:
-    """Since the start. ``by_kind``: experts computed; seconds of polling in rounds and of computing."""
+    """Since the start. ``by_kind``: experts computed; ``settled``: exchanges that ``settle`` has waited for; seconds of
+    polling in rounds and of computing."""
 
     exchanges: int
     file_reads: int
     restarts: int
+    settled: int
     by_kind: tuple[int, ...]
     wait_seconds: float
     work_seconds: float
@@ -76,7 +78,7 @@ class _Config(ctypes.Structure):
 
 class _Counters(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("exchanges", "file_reads", "restarts")),
+        *((name, ctypes.c_int64) for name in ("exchanges", "file_reads", "restarts", "settled")),
         ("by_kind", ctypes.c_int64 * _KINDS),
         *((name, ctypes.c_int64) for name in ("wait_ns", "work_ns")),
     )
@@ -122,6 +124,7 @@ class Conductor:
         check(opened(ctypes.byref(self._config), ctypes.byref(self._handle)))
         self._begin = _function("begin", ctypes.c_void_p, ctypes.c_int)
         self._end = _function("end", ctypes.c_void_p)
+        self._settle = _function("settle", ctypes.c_void_p, ctypes.c_int)
 
     def begin(self, wait_ms: int = LATE_MS) -> None:
         """A round may post from now on. Raises ``EngineError`` if the thread is still busy after ``wait_ms``."""
@@ -130,6 +133,11 @@ class Conductor:
     def end(self) -> None:
         """No round posts from now on. Raises ``EngineError`` with the words of a task of this round that failed."""
         check(self._end(self._handle))
+
+    def settle(self, wait_ms: int) -> None:
+        """For a host that hands a round over layer by layer: waits until what was posted is answered, or no answer will
+        come any more. Raises ``EngineError`` if neither is so after ``wait_ms``."""
+        check(self._settle(self._handle, wait_ms))
 
     def abort(self) -> None:
         """Sets the abort word: the running round waits for nobody any more."""
@@ -144,7 +152,7 @@ class Conductor:
         found = _Counters()
         _function("counters", ctypes.c_void_p, ctypes.c_void_p)(self._handle, ctypes.byref(found))
         return ConductorCounters(
-            found.exchanges, found.file_reads, found.restarts, tuple(found.by_kind),
+            found.exchanges, found.file_reads, found.restarts, found.settled, tuple(found.by_kind),
             found.wait_ns / 1e9, found.work_ns / 1e9,
         )  # fmt: skip
 

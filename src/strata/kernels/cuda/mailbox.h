@@ -29,5 +29,9 @@ struct StrataMailbox {
     unsigned unused_tail[6];
 };
 
+// In place of a layer: the CPU copies row 0 of what it was given to row 0 of what it answers, to show that both sides see
+// what the other has written while a launch runs.
+constexpr int kProbeLayer = -2;
+
 constexpr unsigned kAbortedByHost = 1;      // the abort word
 constexpr unsigned kAbortedByDeadline = 2;  // nobody answered in time

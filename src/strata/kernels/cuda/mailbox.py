@@ -15,11 +15,12 @@ import numpy.typing as npt
 from strata.kernels.backend import Backend
 from strata.kernels.cuda.program import MAX_WINDOW, Address
 
-__all__ = ["Box", "Mailbox"]
+__all__ = ["INPUT_WORDS", "Box", "Mailbox", "mailbox_bytes"]
 
 Number = TypeVar("Number", bound=np.generic)
 _LINE = 64
 TASK_BYTES = 12  # StrataMailTask
+INPUT_WORDS = MAX_WINDOW + 4  # of a round: position, accepted rows, turn, ids, ticket
 
 
 class Box(ctypes.Structure):
@@ -40,6 +41,32 @@ class Box(ctypes.Structure):
     )
 
 
+def _sizes(hidden: int, top_k: int, vocabulary: int, input_words: int) -> dict[str, int]:
+    picks = MAX_WINDOW * top_k
+    return {
+        "box": ctypes.sizeof(Box),
+        "x": MAX_WINDOW * hidden * 4,
+        "tasks": picks * TASK_BYTES,
+        "rows": picks * 4,
+        "slots": picks * 4,
+        "out": picks * hidden * 4,
+        "flags": MAX_WINDOW,
+        "inputs": (2 + input_words) * 4,
+        "best": MAX_WINDOW * 4,
+        "row_flags": MAX_WINDOW,
+        "logits": MAX_WINDOW * vocabulary * 4,
+    }
+
+
+def _whole_lines(nbytes: int) -> int:
+    return -(-nbytes // _LINE) * _LINE
+
+
+def mailbox_bytes(hidden: int, top_k: int, vocabulary: int) -> int:
+    """Page-locked RAM that a mailbox of ``INPUT_WORDS`` takes."""
+    return sum(map(_whole_lines, _sizes(hidden, top_k, vocabulary, INPUT_WORDS).values()))
+
+
 class Mailbox:
     """Owns the memory until ``close``. ``device(name)`` is where the device sees a part.
 
@@ -49,24 +76,10 @@ class Mailbox:
     """
 
     def __init__(self, backend: Backend, hidden: int, top_k: int, vocabulary: int, input_words: int) -> None:
-        picks = MAX_WINDOW * top_k
-        sizes = {
-            "box": ctypes.sizeof(Box),
-            "x": MAX_WINDOW * hidden * 4,
-            "tasks": picks * TASK_BYTES,
-            "rows": picks * 4,
-            "slots": picks * 4,
-            "out": picks * hidden * 4,
-            "flags": MAX_WINDOW,
-            "inputs": (2 + input_words) * 4,
-            "best": MAX_WINDOW * 4,
-            "row_flags": MAX_WINDOW,
-            "logits": MAX_WINDOW * vocabulary * 4,
-        }
         self._offsets, total = {}, 0
-        for name, nbytes in sizes.items():
+        for name, nbytes in _sizes(hidden, top_k, vocabulary, input_words).items():
             self._offsets[name] = total
-            total += -(-nbytes // _LINE) * _LINE
+            total += _whole_lines(nbytes)
         self.nbytes = total
         self._buffer, self._registration = backend.allocate_pinned(total)
         self._alias = self._registration.alias(self._buffer.address)

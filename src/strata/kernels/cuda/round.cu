@@ -96,6 +96,38 @@ __device__ bool await_answer(const CombineShape& shape, StrataMailbox* box, Roun
     }
 }
 
+// What both sides write in a probe: numbers that belong to the exchange, exact in FP32.
+__device__ __forceinline__ float probe_value(unsigned number, int i) {
+    return static_cast<float>((number * 2654435761u + static_cast<unsigned>(i) * 40503u) >> 8);
+}
+
+// One exchange of the mailbox's self-test: posts `count` numbers, waits for the CPU's copy of them, and says how many
+// nanoseconds that took in `times[exchange]`, host memory: -1 where no answer came or it is not the copy. One block.
+extern "C" __global__ void probe(StrataMailbox* box, RoundState* state, int exchange, float* sent, const float* answer,
+                                 int count, int* times) {
+    __shared__ int answered;
+    device::let_next_start();
+    device::wait_for_previous();
+    const unsigned number = state->base + static_cast<unsigned>(exchange) + 1u;
+    const unsigned long long began = device::nanoseconds();
+    for (int i = threadIdx.x; i < count; i += blockDim.x) sent[i] = probe_value(number, i);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        box->layer = kProbeLayer;
+        box->num_tasks = box->num_picks = 0;
+        box->num_rows = 1;
+        device::store_release(&box->posted, number);
+        int asks = 0;
+        answered = await_answer({count, 0, kProbeLayer, exchange}, box, state, &asks);
+    }
+    __syncthreads();
+    const unsigned long long heard = device::nanoseconds();
+    int same = answered;
+    for (int i = threadIdx.x; same != 0 && i < count; i += blockDim.x) same = answer[i] == probe_value(number, i);
+    same = __syncthreads_and(same);
+    if (threadIdx.x == 0) times[exchange] = same != 0 ? static_cast<int>(heard - began) : -1;
+}
+
 // y[row] = sum over k, in order, by fused multiply-add from zero, of weights[row, k] * part[row, k]; a part is the GPU's
 // own or lies in the mailbox. Grid (rows, blocks).
 //
