@@ -7,6 +7,7 @@ import math
 import random
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -150,16 +151,19 @@ def test_of_a_document_the_answer_and_its_end_are_learned(words: Lexicon) -> Non
         Answers([], words)
 
 
-def test_every_function_is_asked_for_in_both_forms_once() -> None:
+@pytest.mark.parametrize("share", ["1/3", "1/2", "0.6", "0", "1"])
+def test_every_function_is_asked_for_in_both_forms_once(share: str) -> None:
     pairs: list[Any] = [(Ask(f"{n}", [0] * (n % 7), True), Ask(f"{n}", [0] * (n % 7), False)) for n in range(50)]
-    cut = list(sample.batches(pairs, 8, random.Random(1)))
+    cut = list(sample.batches(pairs, 8, random.Random(1), Fraction(share)))
     assert all(len({ask.chat for ask in batch}) == 1 and len(batch) <= 8 for batch in cut)
     assert sorted((ask.text, ask.chat) for batch in cut for ask in batch) == sorted(
         (ask.text, ask.chat) for pair in pairs for ask in pair
     )
     first = [ask for batch in cut for ask in batch][:50]
     assert len({ask.text for ask in first}) == 50
-    assert sum(ask.chat for ask in first) == np.sum(np.arange(50) % 3 > 0)
+    assert sum(not ask.chat for ask in first) == -(-50 * Fraction(share) // 1)
+    if share == "1/3":
+        assert cut == list(sample.batches(pairs, 8, random.Random(1))), "the default"
 
 
 def test_prompts_are_what_the_engine_writes_for_a_function() -> None:

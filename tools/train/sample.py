@@ -22,6 +22,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -244,13 +245,17 @@ class Sampler:
         return time.perf_counter() > self.deadline
 
 
-def batches(pairs: Sequence[tuple[Ask, Ask]], texts: int, rng: random.Random) -> Iterator[list[Ask]]:
-    """Prompts of like length and one form, in random order; two chats a completion first, then the other forms."""
+def batches(
+    pairs: Sequence[tuple[Ask, Ask]], texts: int, rng: random.Random, completions: Fraction = Fraction(1, 3)
+) -> Iterator[list[Ask]]:
+    """Prompts of like length and one form, in random order: ``completions`` of them as such and the rest in a chat
+    first, then each in its other form."""
     order = rng.sample(range(len(pairs)), len(pairs))
     for turn in (0, 1):
         forms: list[list[Ask]] = [[], []]
         for number in order:
-            form = int((number % 3 == 0) != bool(turn))
+            completes = number * completions // 1 != (number - 1) * completions // 1
+            form = int(completes != bool(turn))
             forms[form].append(pairs[number][form])
         cut = []
         for form in forms:
@@ -276,7 +281,7 @@ def sample(args: argparse.Namespace) -> Sampler:
     if args.prompts:
         pairs = random.Random(args.seed).sample(pairs, args.prompts)
     sampler, began = Sampler(model, encoder, words, args), time.perf_counter()
-    for batch in batches(pairs, args.texts, random.Random(args.seed)):
+    for batch in batches(pairs, args.texts, random.Random(args.seed), args.completions):
         sampler.batch(batch)
         seconds = time.perf_counter() - began
         rate = {"seconds": round(seconds, 1), "tokens_per_second": round(sampler.counts["tokens"] / seconds)}
@@ -297,6 +302,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True, help="of sampling, loading apart")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--longest", type=int, default=160, help="ids of an answer")
+    parser.add_argument("--completions", type=Fraction, default=Fraction(1, 3), metavar="SHARE",
+                        help="of the prompts, each asked in one form first; the others are chats")  # fmt: skip
     parser.add_argument("--prompts", type=int, help="how many functions are asked for (default: all)")
     parser.add_argument("--texts", type=int, default=TEXTS, help="of a batch")
     parser.add_argument("--seed", type=int, default=7)
