@@ -118,7 +118,7 @@ def test_5_slices_smaller_than_an_expert_and_not_page_aligned(
     def small_slices(*arguments: object, **named: object) -> object:
         return original(*arguments, **{**named, "slice_bytes": registration_pages * 4096})  # type: ignore[arg-type]
 
-    monkeypatch.setattr("strata.experts.system.take_memory", small_slices)
+    monkeypatch.setattr("strata.experts.taking.take_memory", small_slices)
     opened = open_system(pack, kernel, HostFaults(refuse_one_allocation=True), mode="resident", ring_slots=2)
     assert_same(opened, kernel, (1, 1), (2, 70), (3, 4))
     opened.close()

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "train"))
 
 import agree
 import delta
-from model import Config, MixtureOfExperts, TrainModel
+from layers import MixtureOfExperts
+from model import Config, TrainModel
 from optimiser import orthogonalise
 
 TWO_LAYERS: dict[str, Any] = SMALL | {"layers": 2, "interval": 2, "context": 128}

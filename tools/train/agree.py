@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from model import MixtureOfExperts, TrainModel
+from layers import MixtureOfExperts
+from model import TrainModel
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -11,7 +11,8 @@ Legend: B texts, S streams, H hidden, N value heads, G key/value heads, D head w
 from __future__ import annotations
 
 import torch
-from model import PLE_DILATION, Attention, DeltaNet, Ple, TrainModel
+from layers import PLE_DILATION, Attention, DeltaNet, Ple
+from model import TrainModel
 from torch.nn import functional as F
 
 __all__ = ["Stepwise"]

@@ -6,7 +6,6 @@ holds one model and answers one request at a time: others wait their turn in the
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -25,6 +24,7 @@ from strata.engine.models import OpenModel, open_model
 from strata.engine.runtime import Runtime, RuntimeStatistics
 from strata.engine.sampling_params import SamplingParams
 from strata.engine.session import Session
+from strata.engine.turns import Turns
 from strata.errors import EngineError, RequestError
 from strata.text.pipeline import ChatPrompt, TextPipeline
 from strata.text.stream import TextStream
@@ -83,7 +83,7 @@ class Engine:
         self.text: TextPipeline = model.text
         self._runtime = runtime
         self._session: Session | None = None
-        self._turn = _Turns()
+        self._turn = Turns()
         self._computing = threading.Lock()
         self._closed = False
         self._active: Cancellation | None = None
@@ -400,46 +400,3 @@ class Engine:
             "decode_n": tokens,
             "decode_ms": 1e3 * (done - read),
         }
-
-
-class _Turns:
-    """First come, first served; a waiting request can be cancelled."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._queue: list[object] = []
-        self._closed = False
-        self.running = False
-
-    @property
-    def waiting(self) -> int:
-        return len(self._queue) - int(self.running)
-
-    @contextlib.contextmanager
-    def take(self, cancellation: Cancellation) -> Iterator[bool]:
-        """Yields True when it is this caller's turn, False when it was cancelled before."""
-        ticket = object()
-        with self._condition:
-            if self._closed:
-                raise EngineError("the engine is closed", "load it again")
-            self._queue.append(ticket)
-            while self._queue[0] is not ticket and not cancellation.cancelled and not self._closed:
-                self._condition.wait(timeout=0.1)
-            mine = self._queue[0] is ticket and not cancellation.cancelled
-            closed = self._closed
-            self.running = self.running or mine
-        try:
-            if closed:
-                raise EngineError("the engine was closed while the request waited", "load it again")
-            yield mine
-        finally:
-            with self._condition:
-                self._queue.remove(ticket)
-                if mine:
-                    self.running = False
-                self._condition.notify_all()
-
-    def close(self) -> None:
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()

@@ -7,7 +7,6 @@ word that announces it is seen too. It decides nothing about rounds.
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ class MailboxCheck:
 def probe_launches(
     program: Program, mailbox: Mailbox, memory: RoundMemory, exchanges: int, hidden: int
 ) -> list[Launch]:
-    """``exchanges`` probes of ``hidden`` numbers each. Times come where a round's logits do: ``_times``."""
+    """``exchanges`` probes of ``hidden`` numbers each. Times come where a round's logits do."""
     for exchange in range(exchanges):
         program.launch(
             "round.probe", (1,), _THREADS, mailbox.device("box"), memory.state, exchange,
@@ -64,8 +63,8 @@ def check_mailbox(
     A try that has no answer is repeated, for the CPU may have been busy; an answer that is not what was sent is not.
     """
     runnable = machine.prepare(launches)
+    times = mailbox.logits.view(np.int32).reshape(-1)[:exchanges]  # nanoseconds, where the probes write them
     for _ in range(TRIES):
-        times = _times(mailbox, exchanges)
         times[:] = -1
         begin()
         conductor.begin()
@@ -84,9 +83,3 @@ def check_mailbox(
         if failure is None and not mailbox.box.aborted:
             return MailboxCheck(None, "what came back is not what was sent")
     return MailboxCheck(None, f"{TRIES} times no answer within {PROBE_LIMIT_MS} ms")
-
-
-def _times(mailbox: Mailbox, exchanges: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    """Nanoseconds by exchange, where the probes write them."""
-    words = (ctypes.c_int32 * exchanges).from_address(mailbox.host("logits"))
-    return np.ctypeslib.as_array(words)

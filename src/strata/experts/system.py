@@ -8,33 +8,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from strata.errors import MemoryPlanError, StrataError
 from strata.experts.device_dispatch import DeviceDispatch
 from strata.experts.dispatch import Dispatcher, ExpertKernel
 from strata.experts.injection import FaultInjection
 from strata.experts.lender import SlotLender
 from strata.experts.loader import fill_ram, fill_slots
 from strata.experts.mover import Mover, StagingBuffers
-from strata.experts.policy import choose_swaps, decay_counts, rank_experts
+from strata.experts.policy import choose_swaps, decay_counts
 from strata.experts.ring import PromptRing
-from strata.experts.slots import SlotCache
 from strata.experts.source import ExpertFile, ExpertSource
 from strata.experts.statistics import ExpertStatistics
 from strata.experts.store import ExpertStore
 from strata.experts.swaps import SwapEngine
+from strata.experts.taking import (
+    Placement,
+    size_staging,
+    synchronize_quietly,
+    take_buffers,
+    take_ram,
+    take_slots,
+    warn_of_little_memory,
+)
 from strata.experts.tiers import Tier
-from strata.kernels.backend import Backend, DeviceMemoryFull, DeviceStream, PinRefused
+from strata.kernels.backend import Backend
 from strata.kernels.cpu.stager import Stager
-from strata.memory.page_lock import LockedMemory, take_memory
 from strata.memory.planner import ResolvedPlan, format_bytes
-from strata.memory.stager_sizing import StagerSizing, size_stager
 from strata.memory.system import system
 from strata.quant.layout import ExpertLayout
 from strata.words import count_of
@@ -45,7 +49,6 @@ logger = logging.getLogger(__name__)
 FEWEST_BUFFERS = 16
 MOST_LOAD_THREADS = 16  # a warm load is copying and checking: as many threads as there are processors
 CACHED_ENOUGH = 0.5  # a load reads through the page cache when it holds at least this share of the file
-LITTLE_MEMORY = 256 << 20  # below this a driver starts to move memory out of the device
 Progress = Callable[[int, int], None]
 
 
@@ -132,20 +135,20 @@ class ExpertSystem:
         with ExitStack() as owned:
             source = ExpertSource(file, verify=verify)
             owned.callback(source.close)
-            placement = _Placement(plan, heat)
-            slots = _take_slots(plan, file, backend, owned)
+            placement = Placement(plan, heat)
+            slots = take_slots(plan, file, backend, owned)
             # The few staging buffers first: page-locking the copy may go on until the driver refuses.
-            addresses = _take_buffers(plan, FEWEST_BUFFERS, backend, owned)
-            memory = _take_ram(plan, file, backend, placement, owned)
+            addresses = take_buffers(plan, FEWEST_BUFFERS, backend, owned)
+            memory = take_ram(plan, file, backend, placement, owned)
             mapped = source.map_addresses() if plan.mode == "mapped" else None
             store = ExpertStore(file.num_layers, file.num_experts, slots, memory, mapped)
-            sizing = _size(plan, memory, placement)
-            addresses += _take_buffers(plan, sizing.num_buffers - len(addresses), backend, owned)
+            sizing = size_staging(plan, memory, placement)
+            addresses += take_buffers(plan, sizing.num_buffers - len(addresses), backend, owned)
             buffers = StagingBuffers(addresses[: sizing.num_buffers], injection)
             stager = Stager(sizing.num_threads)
             owned.callback(stager.close)
             stream = backend.stream()
-            owned.callback(_synchronize_quietly, stream)
+            owned.callback(synchronize_quietly, stream)
             mover = Mover(store, source, stager, stream, buffers)
             owned.callback(mover.drain)
             opened = cls(
@@ -167,7 +170,7 @@ class ExpertSystem:
         except BaseException:
             opened.close()
             raise
-        _warn_of_little_memory(backend)
+        warn_of_little_memory(backend)
         return opened
 
     def serve_device(
@@ -278,7 +281,7 @@ class ExpertSystem:
         """Waits for what moves and frees everything, in the reverse order of taking it. May be called twice."""
         self._owned.close()
 
-    def _fill(self, placement: _Placement, progress: Progress | None) -> None:
+    def _fill(self, placement: Placement, progress: Progress | None) -> None:
         total = len(placement.ram) * self._source.blob_bytes + len(placement.vram) * self.plan.stride
         done = 0
 
@@ -341,128 +344,3 @@ class ExpertSystem:
             addresses = [slots.slot_address(slot) for slot in range(first, first + self._ring_limit)]
         self._ring = PromptRing(self.mover, addresses)
         return self._ring
-
-
-class _Placement:
-    """Who goes where at the start: ``vram`` and ``ram`` are flat numbers in the order of slots and places."""
-
-    def __init__(self, plan: ResolvedPlan, heat: NDArray[np.float64]) -> None:
-        ranked = rank_experts(heat).tolist()
-        self.total = len(ranked)
-        self.vram: list[int] = ranked[: plan.num_slots]
-        complement = ranked[plan.num_slots :]
-        if plan.mode == "arena":
-            chosen = ranked
-        else:  # the hottest outside VRAM, then copies of the last slots, which are lent first
-            chosen = (complement + self.vram[::-1])[: plan.num_ram_experts]
-        assert len(chosen) == plan.num_ram_experts, "the plan counts the experts in RAM"
-        hottest_first = plan.request.pin.partial and plan.mode == "budget"
-        self.ram: list[int] = chosen if hottest_first else sorted(chosen)
-        self.num_outside = len(complement)
-
-    def outside_vram(self) -> NDArray[np.bool_]:
-        """One flag a place: it holds an expert that starts outside VRAM."""
-        return ~np.isin(np.array(self.ram), np.array(self.vram))
-
-
-def _take_slots(plan: ResolvedPlan, file: ExpertFile, backend: Backend, owned: ExitStack) -> SlotCache:
-    address = 0
-    if plan.num_device_slots:
-        nbytes = plan.num_device_slots * plan.stride
-        try:
-            buffer = backend.allocate(nbytes)
-        except DeviceMemoryFull as full:
-            raise MemoryPlanError(
-                f"the device refuses {format_bytes(nbytes)} of expert slots, {format_bytes(full.free)} are free",
-                "another program took memory since the plan: try again, or raise --vram-reserve-mib",
-                short_bytes=full.asked - full.free,
-            ) from full
-        owned.callback(buffer.free)
-        address = buffer.address
-    return SlotCache(address, plan.num_device_slots, plan.stride, file.num_layers * file.num_experts)
-
-
-def _take_ram(
-    plan: ResolvedPlan, file: ExpertFile, backend: Backend, placement: _Placement, owned: ExitStack
-) -> LockedMemory | None:
-    if not placement.ram:
-        return None
-    pin = plan.request.pin
-    level = logging.INFO
-    if plan.device.kind == "cpu" and not plan.num_device_slots:
-        level = logging.DEBUG  # page-locking is no matter of a machine whose processor computes everything
-        logger.debug("there is no device that could read the expert copy: nothing is pinned")
-        pin = replace(pin, rule="none")
-    elif pin.rule == "none" and plan.mode == "arena":
-        logger.info("STRATA_ARENA_PIN_GIB=none: nothing of the expert arena is pinned")
-    elif pin.rule == "none":
-        logger.info("STRATA_COMPLEMENT_PIN_GIB=0: nothing of the resident copy is pinned")
-    needed = None
-    if pin.by_need:
-        needed = placement.outside_vram()
-    memory = take_memory(
-        backend,
-        len(placement.ram),
-        plan.stride,
-        pin,
-        limit=plan.pin_limit,
-        slice_bytes=file.num_experts * plan.stride,
-        needed=needed,
-        num_cpus=plan.request.num_cpus,
-        level=level,
-    )
-    owned.callback(memory.close)
-    return memory
-
-
-def _size(plan: ResolvedPlan, memory: LockedMemory | None, placement: _Placement) -> StagerSizing:
-    """The stager's sizes for what was really page-locked of the experts outside VRAM; one log line.
-
-    An arena and copies of lendable slots hold experts of VRAM too: a prompt reads those in their slots.
-    """
-    pinned = 0 if memory is None else int(np.count_nonzero(memory.aliases[placement.outside_vram()]))
-    share = 1.0 - pinned / placement.num_outside if placement.num_outside else 0.0
-    sizing = size_stager(plan.request, plan.mode, unpinned_share=share)
-    if placement.num_outside and plan.ring_slots and plan.ram["staging"]:
-        logger.info(
-            "prompt stream: %.0f %% of the experts outside VRAM are not pinned, they come from %s: %s, "
-            "%s (%.1f MiB), ring %s (%s)",
-            100 * share,
-            sizing.source,
-            count_of(sizing.num_threads, "thread"),
-            count_of(sizing.num_buffers, "buffer"),
-            sizing.num_buffers * plan.stride / (1 << 20),
-            count_of(min(plan.ring_slots, sizing.ring_slots), "slot"),
-            sizing.reason,
-        )
-    return sizing
-
-
-def _take_buffers(plan: ResolvedPlan, count: int, backend: Backend, owned: ExitStack) -> list[int]:
-    """Addresses of ``count`` staging buffers, page-locked where the device grants it; none where nothing is staged."""
-    count = min(count, plan.ram["staging"] // plan.stride)
-    if count <= 0:
-        return []
-    try:
-        buffer, registration = backend.allocate_pinned(count * plan.stride, mapped=False)
-        owned.callback(buffer.free)
-        owned.callback(registration.unregister)
-        address = buffer.address
-    except PinRefused as refusal:
-        logger.info("%s not pinned: %s", count_of(count, "staging buffer"), refusal)
-        region = system.map_region(count * plan.stride)
-        owned.callback(region.free)
-        address = region.address
-    return [address + index * plan.stride for index in range(count)]
-
-
-def _warn_of_little_memory(backend: Backend) -> None:
-    info = backend.info()
-    if info.kind == "cuda" and info.memory_free < LITTLE_MEMORY:
-        logger.warning("only %d MiB of VRAM free: raise --vram-reserve-mib", info.memory_free >> 20)
-
-
-def _synchronize_quietly(stream: DeviceStream) -> None:
-    """Nothing copies any more afterwards. What failed before was already reported to whoever waited for it."""
-    with suppress(StrataError):
-        stream.synchronize()

@@ -12,9 +12,10 @@ from typing import Self
 import torch
 
 from strata.errors import ConfigError
-from strata.kernels.cuda.backend import CudaBackend, CudaBuffer
+from strata.kernels.cuda.backend import CudaBackend
 from strata.kernels.cuda.device import CudaMachine
 from strata.kernels.cuda.driver import Card, CudaContext, find_card, load_nvrtc, start
+from strata.kernels.cuda.handles import CudaBuffer
 from strata.paths import Home
 
 __all__ = ["CudaDevice", "check_card", "open_device"]
