@@ -326,6 +326,7 @@ class Conductor {
     }
 
     const StrataConductorConfig c_;
+    const SeriesOfJobs series_;
     std::vector<NativeTask> tasks_;
     std::vector<int> waiting_;
     std::thread thread_;

@@ -28,6 +28,9 @@ namespace {
 // between two kernels of a decode round (5-100 us from Python, with small operations that wake nobody between two large
 // ones), short enough that an idle engine uses no processor.
 constexpr long kSpinNs = 200'000;
+// In a series of jobs, a GPU's rounds: layers without a job, and what lies between two rounds, take up to about 0.5 ms, and
+// waking fifteen threads of a virtual machine costs the caller tens of microseconds.
+constexpr long kSeriesSpinNs = 1'000'000;
 constexpr int kMostThreads = 256;
 
 void relax() {
@@ -54,6 +57,9 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
 thread_local const std::atomic<int>* status_of_job = nullptr;
 thread_local long waited_ns = 0;
 std::atomic<bool> is_measuring{false};
+std::atomic<int> num_series{0};
+
+long spin_ns() { return num_series.load(std::memory_order_relaxed) > 0 ? kSeriesSpinNs : kSpinNs; }
 
 // One generation of workers. The ticket holds the number of the job, whether it still takes workers, and how many are
 // inside, so that joining is one addition and a late worker can never touch a job that has ended.
@@ -159,7 +165,7 @@ class Pool {
             for (int spins = 1; !stopping_.load(std::memory_order_relaxed); ++spins) {
                 if (join(last, index)) break;
                 relax();
-                if (spins % 64 == 0 && now_ns() - since > kSpinNs) {
+                if (spins % 64 == 0 && now_ns() - since > spin_ns()) {
                     rest(last);
                     break;
                 }
@@ -286,6 +292,9 @@ int run_on_all(PoolBody body, void* context) {
     return mine->run(body, context);
 }
 
+SeriesOfJobs::SeriesOfJobs() { num_series.fetch_add(1); }
+SeriesOfJobs::~SeriesOfJobs() { num_series.fetch_sub(1); }
+
 bool job_failed() { return status_of_job != nullptr && status_of_job->load(std::memory_order_relaxed) != kOk; }
 
 long pool_clock() { return now_ns(); }
@@ -338,6 +347,8 @@ int strata_pool_configure(int threads, const int* cpus, int count) {
     if (status == kOk) threads_in_force.store(threads);
     return status;
 }
+
+long strata_pool_patience() { return strata::spin_ns(); }
 
 int strata_pool_threads() { return strata::pool_threads(); }
 

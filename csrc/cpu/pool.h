@@ -54,6 +54,16 @@ int parallel(long count, long grain, Function&& function) {
         const_cast<void*>(static_cast<const void*>(&function)));
 }
 
+// While it exists workers look for the next job longer before they sleep: for a caller whose jobs come in a series with
+// gaps of their own, in which each wake-up would be waited for.
+class SeriesOfJobs {
+  public:
+    SeriesOfJobs();
+    ~SeriesOfJobs();
+    SeriesOfJobs(const SeriesOfJobs&) = delete;
+    SeriesOfJobs& operator=(const SeriesOfJobs&) = delete;
+};
+
 // Threads of a job, the caller included.
 int pool_threads();
 
@@ -83,5 +93,7 @@ STRATA_API void strata_pool_counters(long long* jobs, long long* wakes, long lon
 STRATA_API void strata_pool_measure(int on);
 // Nanoseconds of the first `count` threads, the caller's first, since measuring began.
 STRATA_API void strata_pool_busy(long long* ns, int count);
+// Nanoseconds that a worker looks for the next job now before it sleeps.
+STRATA_API long strata_pool_patience();
 // Median and largest microseconds of `rounds` empty jobs, each after `pause_us` of rest, until all workers joined.
 STRATA_API int strata_pool_latency(int rounds, int pause_us, double* median_us, double* largest_us);

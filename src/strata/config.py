@@ -124,7 +124,7 @@ class Requested:
         AUTO,
         or_word(whole(1, 256), AUTO),
         "model",
-        "Worker threads of the CPU kernels; auto is one a physical core.",
+        "Worker threads of the CPU kernels; auto is one a physical core, less one where a card leaves no other free.",
         metavar="auto|N",
     )
     max_context: int | Auto = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -13,6 +14,7 @@ from strata.errors import ConfigError, EngineError
 from strata.kernels.cpu import library, pool
 from strata.kernels.cpu.experts import ExpertKernel, group_picks
 from strata.quant import ExpertLayout
+from tests.kernels.test_cuda_round import make
 
 
 def test_threads_take_cores_of_the_nodes_in_turn_then_their_second_threads() -> None:
@@ -118,3 +120,29 @@ def test_a_level_that_the_processor_lacks_is_refused_and_named() -> None:
 def test_the_words_of_a_failure_belong_to_its_thread() -> None:
     with pytest.raises(EngineError, match="0 rounds"):
         pool.latency(rounds=0)
+
+
+def test_a_processor_that_another_thread_keeps_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = {cpu: (0, f"core{cpu}") for cpu in range(4)}
+    monkeypatch.setattr(pool, "_quota", lambda: math.inf)
+    monkeypatch.setattr(pool, "_allowed", lambda: cores)
+    assert (pool.default_threads(), pool.default_threads(1)) == (4, 3)
+    monkeypatch.setattr(pool, "_allowed", lambda: {cpu: (0, f"core{cpu // 2}") for cpu in range(8)})
+    assert (pool.default_threads(), pool.default_threads(1)) == (4, 4), "second threads of the cores are free"
+    monkeypatch.setattr(pool, "_quota", lambda: 2.5)
+    assert (pool.default_threads(), pool.default_threads(1), pool.default_threads(9)) == (2, 1, 1)
+
+
+def test_workers_of_a_cards_rounds_look_longer_for_the_next_layer() -> None:
+    usual = pool.patience_us()
+    made = make("nvfp4")
+    try:
+        assert pool.patience_us() == 1000.0 == 5 * usual
+        other = make("nvfp4")
+        other.conductor.close()
+        other.mailbox.close()
+        assert pool.patience_us() == 1000.0
+    finally:
+        made.conductor.close()
+        made.mailbox.close()
+    assert pool.patience_us() == usual

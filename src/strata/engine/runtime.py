@@ -73,6 +73,7 @@ __all__ = ["Runtime", "RuntimeStatistics", "make_plan"]
 
 logger = logging.getLogger(__name__)
 
+WAITING_THREADS = 1  # look for a card's answer all the time that a round takes
 _ALIGNMENT = 512  # bytes between weights on a card, as torch's own allocations have
 
 
@@ -169,7 +170,8 @@ class Runtime:
             plan = make_plan(opened, requested, machine, device)
             for line in plan.lines():
                 logger.debug(line)
-            threads = pool.configure(None if isinstance(requested.threads, str) else requested.threads)
+            asked = None if isinstance(requested.threads, str) else requested.threads
+            threads = pool.configure(asked, busy=0 if device is None else WAITING_THREADS)
             link_share = choose_link_share(requested, device)  # before memory is taken: measuring needs some
             weights: Weights = opened.dense(on_progress)
             if device is None:

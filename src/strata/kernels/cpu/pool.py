@@ -25,6 +25,7 @@ __all__ = [
     "latency",
     "measure_busy",
     "order_cpus",
+    "patience_us",
     "statistics",
     "threads",
 ]
@@ -100,20 +101,21 @@ def _allowed() -> dict[int, tuple[int, str]]:
     return {cpu: (_node_of(cpu), _core_of(cpu)) for cpu in os.sched_getaffinity(0)}
 
 
-def default_threads() -> int:
-    """Threads when none are asked for: the physical cores of the affinity mask, at most the group's quota."""
+def default_threads(busy: int = 0) -> int:
+    """Threads when none are asked for: the physical cores of the affinity mask, at most what the group's quota and
+    ``busy`` processors, which other threads of this process keep, leave."""
     allowed = _allowed()
     cores = len({core for _, core in allowed.values()})
-    return max(1, min(cores, math.floor(_quota()) if math.isfinite(_quota()) else cores))
+    return max(1, min(cores, math.floor(min(len(allowed), _quota())) - busy))
 
 
-def configure(asked: int | None = None) -> int:
-    """(Re)starts the pool with ``asked`` threads (None: ``default_threads()``), the caller included. Returns them.
+def configure(asked: int | None = None, busy: int = 0) -> int:
+    """(Re)starts the pool with ``asked`` threads (None: ``default_threads(busy)``), the caller included. Returns them.
 
     Each worker is pinned to a processor of its own; more threads than processors run unpinned. Waits for a
     running job. Raises ``ConfigError`` for a number out of range.
     """
-    number = default_threads() if asked is None else asked
+    number = default_threads(busy) if asked is None else asked
     if not 1 <= number <= 256:
         raise ConfigError(
             f"--threads {number}: the thread pool holds 1 to 256", "give --threads a number from 1 to 256"
@@ -157,6 +159,11 @@ def measure_busy() -> Iterator[Callable[[], list[float]]]:
         yield seconds
     finally:
         measure(0)
+
+
+def patience_us() -> float:
+    """Microseconds that a worker looks for the next job now before it sleeps."""
+    return float(declare("strata_pool_patience", returns=ctypes.c_long)()) / 1000
 
 
 def latency(rounds: int = 200, pause_us: int = 0) -> tuple[float, float]:
