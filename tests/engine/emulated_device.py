@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from strata.config_sources import resolve_here
 from strata.engine import device_rounds
 from strata.engine import proof as proof_module
 from strata.engine import runtime as runtime_module
-from strata.engine.models import open_model
 from strata.engine.runtime import Runtime
 from strata.kernels.host import HostBackend, HostFaults
 from tests.emulator.machine import EmulatedMachine
+from tests.engine.runtimes import open_runtime
 
 
 class EmulatedDevice:
@@ -49,16 +48,11 @@ def emulated_card() -> Iterator[None]:
 def device_runtime(path: Path, device: EmulatedDevice | None = None, **options: Any) -> Iterator[Runtime]:
     """A runtime over a pack whose rounds run on an emulated card."""
     device = device or EmulatedDevice()
-    given = {"model": str(path), "max_context": 512, "ram_gib": 6, "vram_reserve_mib": 0, **options}
-    opened = open_model(str(path))
+    given = {"max_context": 512, "ram_gib": 6, "vram_reserve_mib": 0, **options}
     try:
-        runtime = Runtime.open(opened, resolve_here(arguments=given), device=device)
-        assert runtime.rounds is not None
-        runtime.rounds.limit_ms = 60_000  # an emulated kernel takes a thousand times a real one's time
-        try:
+        with open_runtime(path, device, **given) as runtime:
+            assert runtime.rounds is not None
+            runtime.rounds.limit_ms = 60_000  # an emulated kernel takes a thousand times a real one's time
             yield runtime
-        finally:
-            runtime.close()
     finally:
-        opened.close()
         device.close()

@@ -10,8 +10,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from strata.config_sources import resolve_here
 from strata.engine.device_rounds import RoundGivenUp
-from strata.engine.models import open_model, shipped_pack
+from strata.engine.models import shipped_pack
 from strata.engine.runtime import Runtime
 from strata.engine.session import Session
+from tests.engine.runtimes import open_runtime
 
 pytestmark = pytest.mark.gpu
 
@@ -40,17 +39,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@contextmanager
-def small(device: str, **options: Any) -> Iterator[Runtime]:
-    opened = open_model(str(shipped_pack()))
-    try:
-        runtime = Runtime.open(opened, resolve_here(arguments={"device": device, "max_context": 1024, **options}))
-        try:
-            yield runtime
-        finally:
-            runtime.close()
-    finally:
-        opened.close()
+def small(device: str, **options: Any) -> AbstractContextManager[Runtime]:
+    return open_runtime(shipped_pack(), **{"device": device, "max_context": 1024, **options})
 
 
 def prompt(count: int) -> list[int]:

@@ -5,22 +5,20 @@ Imports the oracle, so it is apart from test_device_card.py, which a machine wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
 
 from strata.checkpoint.pack_writer import PackOptions, pack_checkpoint
-from strata.config_sources import resolve_here
-from strata.engine.models import open_model
 from strata.engine.runtime import Runtime
 from strata.engine.session import Session
 from strata.models import find
 from strata.text.byte_tokenizer import byte_tokenizer
 from tests.engine.conftest import TINY, VOCABULARY
 from tests.engine.emulated_device import device_runtime
+from tests.engine.runtimes import open_runtime
 from tests.models.oracle import Pair, defined_ties, sample_ids, worst
 
 BF16_STEP = 2.0**-8
@@ -45,22 +43,10 @@ def pack(rounded: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pack_checkpoint(folder / "checkpoint", folder / "pack", find, options)
 
 
-@contextmanager
-def on_card(pack: Path) -> Iterator[Runtime]:
-    opened = open_model(str(pack))
-    try:
-        given = {"model": str(pack), "device": "cuda", "max_context": 512, "expert_cache": 5}
-        runtime = Runtime.open(opened, resolve_here(arguments=given))
-        try:
-            yield runtime
-        finally:
-            runtime.close()
-    finally:
-        opened.close()
-
-
-def emulated(pack: Path) -> AbstractContextManager[Runtime]:
-    return device_runtime(pack, expert_cache=5)
+def rounds_on(device: str, pack: Path) -> AbstractContextManager[Runtime]:
+    if device == "cpu":
+        return device_runtime(pack, expert_cache=5)
+    return open_runtime(pack, device="cuda", max_context=512, expert_cache=5)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -76,7 +62,7 @@ def test_logits_are_those_of_transformers_in_fp32_on_the_same_device(rounded: Pa
             expected = oracle(input_ids=given, use_cache=False).logits[0].float().cpu()
     finally:
         rounded.oracle.to("cpu")
-    with emulated(pack) if device == "cpu" else on_card(pack) as runtime:
+    with rounds_on(device, pack) as runtime:
         session, found = Session(runtime), {}
         found[29] = session.read_prompt(ids[:30])
         at = 30
