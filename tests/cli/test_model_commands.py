@@ -174,7 +174,7 @@ def test_the_demo_ends_identical(home: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    for text in ("found:", "no GPU: running on the CPU", "in four placements", "what this PC could run", "next:"):
+    for text in ("found:", "no GPU: running on the CPU", "in every RAM mode", "what this PC could run", "next:"):
         assert text in done.stdout, text
-    assert done.stdout.count("identical") == 5
+    assert done.stdout.count("identical") == 7
     assert "Traceback" not in done.stderr

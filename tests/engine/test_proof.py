@@ -35,7 +35,9 @@ def test_every_arm_is_identical(model: OpenModel) -> None:
 def test_the_built_in_model_is_identical_in_the_demo() -> None:
     with Proof.open(REQUESTED, (), 16) as proof:
         results = list(proof.demo("def f(x):\n" * 12))
-    assert [result.verdict for result in results] == ["identical"] * 4
+    assert [result.verdict for result in results] == ["identical"] * 6
+    assert {result.counters["page_lock_path"] for result in results} == {0, 1, 2, 3}, "a mapped file takes no copy"
+    assert all(any(mode in result.name for result in results) for mode in ("arena", "resident", "budget", "mapped"))
 
 
 def test_every_fault_is_found() -> None:
@@ -68,7 +70,7 @@ def test_an_arm_that_cannot_be_loaded_is_an_error(model: OpenModel) -> None:
 def test_lengths_are_cut_to_the_context_and_given_ones_refused(packs: dict[str, Path]) -> None:
     requested = dataclasses.replace(REQUESTED, model=str(packs["default"]))
     with Proof.open(requested, None, 12) as proof:
-        assert proof.prompt_lengths == (1, 7, 300, 1008)
+        assert proof.prompt_lengths == (1, 7, 65, 513, 1008)
     with (
         pytest.raises(ConfigError, match=r"2,000 and 12 tokens do not fit a context of 1,024"),
         Proof.open(requested, (2000,), 12),
@@ -86,5 +88,5 @@ def test_a_difference_is_placed() -> None:
 def test_arms_have_names_of_their_own(model: OpenModel) -> None:
     names = [arm.name for arm in all_arms(model)]
     assert len(set(names)) == len(names)
-    assert len(demo_arms(model, 100)) == 4
+    assert len(demo_arms(model, 100)) == 6
     assert len(self_tests(model)) == 7

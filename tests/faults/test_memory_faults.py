@@ -398,6 +398,41 @@ memory.close()
     assert "RLIMIT_MEMLOCK is 1.0 MiB" in said
 
 
+def test_a_device_made_of_ram_meets_the_systems_own_limits() -> None:
+    """Path 1 whole as the superuser; without the right to lock, path 2 up to the limit, and what is given back counts
+    no more."""
+    script = """
+import logging, os, resource, sys
+from strata.kernels.host import HostBackend
+from strata.memory.page_lock import SYSTEM_LOCKS, take_memory
+from strata.memory.requests import PinRequest
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+def locked():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmLck"))
+def take():
+    backend = HostBackend(1 << 26, locks=SYSTEM_LOCKS)
+    memory = take_memory(backend, 1024, 4096, PinRequest(), slice_bytes=384 << 10)
+    print("path", memory.path, "holds", memory.pinned_bytes >> 10, "of", locked(), "KiB")
+    memory.close()
+    print("left", locked())
+if os.geteuid() == 0:
+    take()
+    os.setgid(65534), os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
+take()
+take()
+"""
+    said = run_python(script)
+    if os.geteuid() == 0:
+        assert said.startswith("page-locking path 1: 4.00 of 4.00 MiB pinned")
+        assert "path 1 holds 4096 of 4096 KiB\nleft 0\n" in said
+    assert said.count("page-locking path 1 refused: ") == 2
+    assert said.count("RLIMIT_MEMLOCK is 1.0 MiB") >= 4
+    assert said.count("page-locking stopped at slice 2 of 11: ") == 2
+    assert said.count("path 2 holds 768 of 768 KiB\nleft 0\n") == 2
+
+
 def run_python(script: str, *arguments: str) -> str:
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}

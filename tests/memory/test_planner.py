@@ -6,7 +6,10 @@ import dataclasses
 from typing import Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from strata.config import RamMode
 from strata.errors import MemoryPlanError
 from strata.memory.planner import GIB, MIB, ResolvedPlan, expert_stride, plan
 from strata.memory.requests import (
@@ -141,6 +144,15 @@ def test_what_lies_on_a_card_is_not_charged_to_ram_as_well() -> None:
     assert resolved.ram["device memory"] == 0
 
 
+def test_a_ring_that_is_cut_is_said() -> None:
+    room = DeviceRoom("cpu", 16 * GIB)
+    cut = plan(FLASH, MemoryRequest(ram_bytes=120 * GIB, ring_slots=2000), room)
+    assert (cut.ring_slots, cut.messages[0].split(": ")[1]) == (1024, "2,000 slots asked, 1,024 taken")
+    few = plan(FLASH, MemoryRequest(ram_bytes=120 * GIB, ring_slots=900, expert_cache=100), room)
+    assert (few.ring_slots, few.messages[0].split(": ")[2]) == (100, "the cache has no more to lend")
+    assert not plan(FLASH, MemoryRequest(ram_bytes=120 * GIB, ring_slots=900), room).messages
+
+
 def test_what_a_card_shares_with_the_host_is_ram_and_counts_as_page_locked() -> None:
     shape = dataclasses.replace(FLASH, mailbox_bytes=9 * MIB)
     request = MemoryRequest(ram_bytes=120 * GIB, expert_cache=4000)
@@ -223,15 +235,16 @@ def _other_ram(resolved: ResolvedPlan) -> int:
 
 
 def test_too_little_ram_is_refused_with_a_ram_gib_that_does() -> None:
-    for given in (False, True):
-        request = MemoryRequest(ram_bytes=5 * GIB, ram_given=given)
+    for ram_given in (False, True):
+        request = MemoryRequest(ram_bytes=5 * GIB, ram_given=ram_given)
         with pytest.raises(MemoryPlanError, match="headroom") as caught:
             plan(FLASH, request, DeviceRoom("cpu", None))
         assert caught.value.hint.startswith(
-            "raise --ram-gib to " if given else "close other programs or give --ram-gib"
+            "raise --ram-gib to " if ram_given else "close other programs or give --ram-gib"
         )
         advised = float(caught.value.hint.split("--ram-gib ")[1].removeprefix("to ").split(",")[0])
-        enough = dataclasses.replace(request, ram_bytes=int(advised * GIB))
+        kept = request.headroom_bytes if ram_given else 0  # --ram-gib leaves none unless it was asked for
+        enough = dataclasses.replace(request, ram_bytes=int(advised * GIB), headroom_bytes=kept)
         assert plan(FLASH, enough, DeviceRoom("cpu", None)).ram_bytes <= enough.ram_bytes
 
 
@@ -254,3 +267,50 @@ def test_page_locking_follows_the_mode_that_is_in_force() -> None:
     assert (lower.mode, lower.request.pin, lower.pin_limit) == ("resident", PinRequest("none"), 0)
     budget = plan(FLASH, dataclasses.replace(request, mode="budget"), CARD)
     assert budget.request.pin.partial
+
+
+@pytest.mark.parametrize("mode", ["arena", "budget", "mapped"])
+def test_a_mode_is_refused_only_for_what_it_takes_itself(mode: RamMode) -> None:
+    """Without slots nothing is staged where every expert lies in RAM or in a mapped file: a plan's sum is enough."""
+    cpu = DeviceRoom("cpu", None)
+    request = MemoryRequest(ram_bytes=120 * GIB, headroom_bytes=0, mode=mode)
+    whole = plan(FLASH, request, cpu)
+    assert whole.ram["staging"] == 0
+    least = dataclasses.replace(request, ram_bytes=whole.ram_bytes)
+    assert (plan(FLASH, least, cpu).mode, plan(FLASH, least, cpu).ram) == (mode, whole.ram)
+    short = dataclasses.replace(request, ram_bytes=whole.ram_bytes - 1)
+    if mode == "mapped":
+        with pytest.raises(MemoryPlanError) as caught:
+            plan(FLASH, short, cpu)
+        assert caught.value.short_bytes == 1
+    else:
+        lower = plan(FLASH, short, cpu)
+        assert lower.num_ram_experts < FLASH.total_experts
+        assert lower.ram["staging"] > 0
+        assert lower.ram_bytes <= short.ram_bytes
+
+
+@given(
+    ram=st.integers(1 << 20, 140 * GIB),
+    mode=st.sampled_from(["arena", "resident", "budget", "mapped"]),
+    slots=st.sampled_from([None, 0, 1, 100, 24_576]),
+    budget=st.one_of(st.none(), st.integers(0, 70 * GIB)),
+    free=st.sampled_from([None, 16 * GIB]),
+)
+def test_a_plan_takes_no_more_than_there_is_and_no_lower_mode_than_it_must(
+    ram: int, mode: RamMode, slots: int | None, budget: int | None, free: int | None
+) -> None:
+    request = MemoryRequest(ram_bytes=ram, headroom_bytes=0, mode=mode, budget_bytes=budget, expert_cache=slots)
+    room = DeviceRoom("cpu", None) if free is None else DeviceRoom("cuda", free)
+    try:
+        found = plan(FLASH, request, room)
+    except MemoryPlanError as error:
+        if error.short_bytes and "of RAM are" in error.message:
+            enough = dataclasses.replace(request, ram_bytes=ram + error.short_bytes)
+            assert plan(FLASH, enough, room).ram_bytes <= enough.ram_bytes
+        return
+    assert found.ram_bytes <= ram
+    if found.mode != mode:
+        upper = plan(FLASH, dataclasses.replace(request, ram_bytes=200 * GIB), room)
+        assert upper.mode == mode or budget == 0
+        assert upper.ram_bytes > ram

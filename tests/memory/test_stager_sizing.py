@@ -36,6 +36,8 @@ def test_the_old_and_the_new_sizing_can_be_forced() -> None:
     assert size_stager(old, "arena", unpinned_share=1.0).num_buffers == 16
     new = MemoryRequest(ram_bytes=1, num_cpus=64, stage_resident=True)
     assert size_stager(new, "arena", unpinned_share=0.0).num_buffers == 64
+    for request in (old, new):
+        assert "STRATA_STAGE_RESIDENT" in size_stager(request, "arena", unpinned_share=0.5).reason
 
 
 def test_what_was_measured_raises_the_threads_of_staging_from_ram_alone() -> None:

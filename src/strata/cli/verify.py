@@ -6,10 +6,12 @@ Lives in ``cli``; the proof itself is ``engine.identity`` and ``engine.arms``.
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from strata import interrupts
 from strata.cli.configure import Configure
 from strata.logs import quiet_unless_asked
 from strata.option_values import whole
@@ -17,9 +19,21 @@ from strata.option_values import whole
 if TYPE_CHECKING:
     from strata.engine.identity import ArmResult
 
+logger = logging.getLogger(__name__)
+
 MISSES = ("misses_pinned", "misses_pageable", "misses_mapped", "misses_file")
 MOVED = ("direct_bytes", "staged_bytes", "file_bytes", "saved_bytes")
-COUNTERS = ("page_lock_path", "hits", *MISSES, "alias_picks", *MOVED, "ring_loads", "swaps", "buffer_waits")
+COUNTERS = (
+    "page_lock_path",
+    "hits",
+    *MISSES,
+    "alias_picks",
+    "handed_over",
+    *MOVED,
+    "ring_loads",
+    "swaps",
+    "buffer_waits",
+)
 HEADER = f"{'':8} {'arm':34} {'logits':12} {'tokens':8} {'time':>8}  verdict, and what the arm did"
 
 
@@ -35,7 +49,8 @@ def command(
     ] = False,
     arm: Annotated[list[str] | None, typer.Option("--arm", help="Only arms whose name holds this text.")] = None,
     prompts: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="Prompt lengths in tokens. Default 1,7,300,2048 as they fit.")
+        str | None,
+        typer.Option(metavar="N,N,...", help="Prompt lengths in tokens. Default 1,7,65,513,2048 as they fit."),
     ] = None,
     tokens: Annotated[int, typer.Option(min=4, help="Tokens decoded after each prompt.")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line an arm instead of a table.")] = False,
@@ -45,6 +60,7 @@ def command(
     from strata.engine.proof import Proof
     from strata.errors import ConfigError
 
+    interrupts.in_order()
     try:
         lengths = None if prompts is None else parse_lengths(prompts)
     except ValueError as error:
@@ -53,6 +69,8 @@ def command(
         raise ConfigError("--self-test has its own arms", "leave --arm out")
     quiet_unless_asked(requested)
     with Proof.open(requested, lengths, tokens) as proof:
+        if proof.overruled:
+            logger.warning("every arm sets these by itself, they are not taken: %s", ", ".join(proof.overruled))
         if not as_json:
             shown = ", ".join(f"{length:,}" for length in proof.prompt_lengths)
             print(f"sha256 of all logits and of all tokens; prompts of {shown} tokens, {tokens} decoded after each")
@@ -86,7 +104,9 @@ def last_line(results: list[ArmResult], self_test: bool) -> str:
         return "NOT identical"
     idle = [result.name for result in results if not result.good]
     if idle:
-        return f"not proved: {', '.join(idle)} did not do what they are for (longer --prompts exercise streaming)"
+        drafts = any("drafts" in what for result in results for what in result.missing)
+        way = "more --tokens exercise drafts" if drafts else "longer --prompts exercise streaming"
+        return f"not proved: {', '.join(idle)} did not do what they are for ({way})"
     return "identical"
 
 

@@ -24,7 +24,9 @@ from strata.kernels.host import HostFaults
 from strata.option_values import Prefill
 from strata.stats import difference
 
-__all__ = ["HOST_ALONE", "Arm", "SelfTest", "all_arms", "demo_arms", "run_arm", "run_arms", "self_tests"]
+__all__ = [
+    "DEMO", "HOST_ALONE", "Arm", "SelfTest", "all_arms", "demo_arms", "overruled", "run_arm", "run_arms", "self_tests",
+]  # fmt: skip
 
 PATH_1, PATH_2, PATH_3 = (f"page_lock_path = {path}" for path in (1, 2, 3))
 SOUND = HostFaults()  # a device that does nothing wrong
@@ -212,19 +214,24 @@ def _host_arms(model: OpenModel) -> list[Arm]:
 LEVELS = ("experts_in_vram", "experts_in_ram", "experts_pinned", "page_lock_path")
 
 
+# Every mode of the RAM copy and every path of page-locking.
+DEMO = {
+    "all in VRAM": "all experts fast (resident)",
+    "arena, path 1": "a quarter of slots (arena, path 1)",
+    "arena, path 3": "nothing pinned (arena, path 3)",
+    "resident, refused half-way": "half pinned (resident, path 2)",
+    "budget and file": "half in the file (budget)",
+    "mapped file": "no copy at all (mapped)",
+}
+
+
 def demo_arms(model: OpenModel, prompt_rows: int, *, on_card: bool = False) -> list[Arm]:
-    """The four placements of ``strata demo``. A prompt short enough to run as a decode window streams nothing."""
-    chosen = {
-        "all in VRAM": "all experts fast",
-        "arena, path 1": "a quarter of the slots",
-        "resident, refused half-way": "pinned, pageable and CPU",
-        "budget and file": "half in RAM, half in the file",
-    }
+    """The placements of ``strata demo``. A prompt short enough to run as a decode window streams nothing."""
     idle = STREAMED if prompt_rows <= WINDOW_ROWS else ()
     return [
-        dataclasses.replace(arm, name=chosen[arm.name], must=tuple(name for name in arm.must if name not in idle))
+        dataclasses.replace(arm, name=DEMO[arm.name], must=tuple(name for name in arm.must if name not in idle))
         for arm in all_arms(model, on_card=on_card)
-        if arm.name in chosen
+        if arm.name in DEMO
     ]
 
 
@@ -280,13 +287,20 @@ def _host_self_tests(model: OpenModel) -> list[SelfTest]:
     return tests
 
 
+KEPT_OPTIONS = ("ram_gib", "resident_headroom_gib")
+
+
+def overruled(requested: Requested) -> list[str]:
+    """What the user set and every arm sets by itself, as it is spelled."""
+    return [one.spelling for one in _OWN if requested.origin(one.name) != "default"]
+
+
+_OWN = [one for one in OPTIONS if one.group in ("memory", "prompt", "experts") and one.name not in KEPT_OPTIONS]
+
+
 def arm_request(requested: Requested, arm: Arm, script: Script) -> Requested:
     """The user's configuration with every memory, prompt and expert option at its default, then the arm's own."""
-    free = {
-        one.name: one.default
-        for one in OPTIONS
-        if one.group in ("memory", "prompt", "experts") and one.name not in ("ram_gib", "resident_headroom_gib")
-    }
+    free = {one.name: one.default for one in _OWN}
     longest = max(script.prompt_lengths) + script.decode_tokens + 8
     context = requested.max_context if isinstance(requested.max_context, int) else longest
     changed = {**free, "prefill": Prefill(512, is_auto=False), "max_context": context, **arm.options}
@@ -322,7 +336,9 @@ def _play_arm(
     injection: FaultInjection | None,
     on_progress: Callable[[str], None] | None,
 ) -> ArmResult:
-    runtime = Runtime.open(model, arm_request(requested, arm, script), faults=arm.faults, injection=injection)
+    # An arm forces its tiers whatever this system lets a process lock.
+    asked = arm_request(requested, arm, script)
+    runtime = Runtime.open(model, asked, faults=arm.faults, injection=injection, locks=None)
     try:
         before = runtime.statistics().experts
         transcript = play(

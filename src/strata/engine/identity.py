@@ -31,7 +31,7 @@ NOT_FINITE = "the logits are not finite"
 class Script:
     """What every arm reads and writes. ``windows`` gives the window sizes that share the decoded tokens equally."""
 
-    prompt_lengths: tuple[int, ...] = (1, 7, 300, 2048)
+    prompt_lengths: tuple[int, ...] = (1, 7, 65, 513, 2048)
     decode_tokens: int = 64
     windows: tuple[int, ...] = (1, 4)
     prompts: tuple[tuple[int, ...], ...] = ()

@@ -56,6 +56,7 @@ class OpenModel:
         return self._dense
 
     def close(self) -> None:
+        self._dense.clear()
         self.reader.close()
 
 

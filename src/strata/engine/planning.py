@@ -62,10 +62,14 @@ def headroom_bytes(requested: Requested, ram_available: int) -> int:
     A fixed 4 GiB would refuse a model of a few MiB on a small machine; ``--ram-gib`` already says what may be used.
     """
     asked = int(requested.resident_headroom_gib * GIB)
-    default = BY_NAME["resident_headroom_gib"].default
-    if requested.origin("resident_headroom_gib") != "default" or requested.resident_headroom_gib != default:
+    if headroom_given(requested):
         return asked
     return 0 if requested.ram_gib is not None else min(asked, ram_available // HEADROOM_DIVISOR)
+
+
+def headroom_given(requested: Requested) -> bool:
+    default = BY_NAME["resident_headroom_gib"].default
+    return requested.origin("resident_headroom_gib") != "default" or requested.resident_headroom_gib != default
 
 
 def memory_request(requested: Requested, machine: Machine, max_context: int, chunk_rows: int) -> MemoryRequest:
@@ -84,6 +88,7 @@ def memory_request(requested: Requested, machine: Machine, max_context: int, chu
         expert_cache=number(requested.expert_cache),
         vram_reserve_bytes=requested.vram_reserve_mib * MIB,
         headroom_bytes=headroom_bytes(requested, machine.ram_available),
+        headroom_given=headroom_given(requested),
         ram_given=requested.ram_gib is not None,
         max_context=max_context,
         chunk_rows=chunk_rows,

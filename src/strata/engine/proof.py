@@ -20,7 +20,7 @@ from strata.errors import ConfigError
 __all__ = ["Proof"]
 
 
-USUAL_LENGTHS = (1, 7, 300, 2048)
+USUAL_LENGTHS = (1, 7, 65, 513, 2048)  # no decode window any more; one past a chunk; chunks that end together
 
 
 def _fitting(lengths: Sequence[int] | None, tokens: int, positions: int) -> tuple[int, ...]:
@@ -70,6 +70,15 @@ class Proof:
     def on_card(self) -> bool:
         """Whether rounds run on a card."""
         return choose_card(self._requested, probe(self._requested)) is not None
+
+    @property
+    def overruled(self) -> list[str]:
+        """Options that were set and that every arm sets by itself."""
+        return placements.overruled(self._requested)
+
+    @property
+    def num_demo(self) -> int:
+        return len(placements.DEMO)
 
     @property
     def arm_names(self) -> list[str]:

@@ -47,9 +47,10 @@ from strata.kernels.cpu import pool
 from strata.kernels.cpu.experts import ExpertKernel
 from strata.kernels.cpu.library import isa
 from strata.kernels.cpu.ops import CpuOps
-from strata.kernels.host import HostBackend, HostFaults
+from strata.kernels.host import HostBackend, HostFaults, PageLocks
 from strata.kernels.ops import Matrix
 from strata.memory import planner
+from strata.memory.page_lock import SYSTEM_LOCKS
 from strata.memory.planner import format_bytes
 from strata.memory.probe import Machine, probe_machine
 from strata.words import count_of
@@ -157,9 +158,11 @@ class Runtime:
         injection: FaultInjection | None = None,
         on_progress: Progress | None = None,
         device: RoundDevice | None = None,
+        locks: PageLocks | None = SYSTEM_LOCKS,
     ) -> Runtime:
-        """Plans, takes the memory, loads. ``faults``, ``injection`` and ``device`` are for ``strata verify`` and tests;
-        a ``device`` given stays the caller's to close."""
+        """Plans, takes the memory, loads. ``faults``, ``injection``, ``device`` and ``locks`` (None: without a card
+        page-locking is counted and not done) are for ``strata verify`` and tests; a ``device`` given stays the
+        caller's to close."""
         began = time.perf_counter()
         machine = probe(requested)
         with ExitStack() as owned:
@@ -176,7 +179,8 @@ class Runtime:
             weights: Weights = opened.dense(on_progress)
             if device is None:
                 # The device holds the slots and nothing else here, so its cap is exactly what the plan gives them.
-                backend: Backend = HostBackend(planner.whole_pages(plan.num_device_slots * plan.stride), faults)
+                cap = planner.whole_pages(plan.num_device_slots * plan.stride)
+                backend: Backend = HostBackend(cap, faults, locks)
                 owned.callback(backend.close)
             else:
                 owned.callback(hold_to_plan(device, plan))

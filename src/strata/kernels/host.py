@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from strata.errors import EngineError
 from strata.kernels.backend import DeviceEvent, DeviceInfo, DeviceMemoryFull, PinRefused
@@ -255,12 +255,31 @@ class _Wait:
         self._event.synchronize()
 
 
-class HostBackend:
-    """``Backend`` over RAM. ``cap_bytes`` is all the memory this device has. See the module's page."""
+class PageLocks(Protocol):
+    """How this system keeps memory in RAM. Both take an address and bytes, whole pages."""
 
-    def __init__(self, cap_bytes: int, faults: HostFaults | None = None) -> None:
+    def lock(self, address: int, nbytes: int) -> None:
+        """Raises ``PinRefused`` with the system's reason; then nothing of the range is locked."""
+
+    def unlock(self, address: int, nbytes: int) -> None: ...
+
+
+class _NoLocks:
+    """Page-locking that is counted and not done: where only the rules around it matter."""
+
+    def lock(self, address: int, nbytes: int) -> None: ...
+
+    def unlock(self, address: int, nbytes: int) -> None: ...
+
+
+class HostBackend:
+    """``Backend`` over RAM. ``cap_bytes`` is all the memory this device has. ``locks`` really keeps page-locked memory
+    in RAM, and may refuse; without it everything is granted that ``faults`` grants. See the module's page."""
+
+    def __init__(self, cap_bytes: int, faults: HostFaults | None = None, locks: PageLocks | None = None) -> None:
         self.cap_bytes = cap_bytes
         self.faults = faults or HostFaults()
+        self._locks: PageLocks = locks or _NoLocks()
         self._lock = threading.Lock()
         self._device: dict[int, int] = {}  # address -> bytes of each live buffer
         self._pins: dict[int, int] = {}
@@ -300,9 +319,15 @@ class HostBackend:
         self._check_pin_room(nbytes, mapped)
         live = self._pins if mapped else self._unmapped
         buffer = HostBuffer(nbytes, lambda freed: self._forget(live, freed.address))
+        try:
+            self._locks.lock(buffer.address, nbytes)
+        except PinRefused:
+            self._num_refusals += 1
+            buffer.free()
+            raise
         with self._lock:
             live[buffer.address] = nbytes
-        return buffer, HostRegistration(buffer.address, nbytes, lambda _: None)
+        return buffer, HostRegistration(buffer.address, nbytes, self._unlock)
 
     def register(self, address: int, nbytes: int) -> HostRegistration:
         assert nbytes > 0, "a registration of zero bytes"
@@ -320,9 +345,21 @@ class HostBackend:
         except PinRefused:
             self._refused_slice = True
             raise
+        try:
+            self._locks.lock(address, nbytes)
+        except PinRefused as refused:
+            self._refuse_slice(nbytes, refused.reason)
         with self._lock:
             self._pins[address] = nbytes
-        return HostRegistration(address, nbytes, lambda ended: self._forget(self._pins, ended.address))
+
+        def release(ended: HostRegistration) -> None:
+            self._unlock(ended)
+            self._forget(self._pins, ended.address)
+
+        return HostRegistration(address, nbytes, release)
+
+    def _unlock(self, ended: HostRegistration) -> None:
+        self._locks.unlock(ended.address, ended.nbytes)
 
     def stream(self) -> HostStream:
         stream = HostStream(self)

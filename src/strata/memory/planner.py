@@ -116,7 +116,7 @@ def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> Resol
         "prefill ring": 0 if borrowed else ring * stride,
     }
     ram = {"model": shape.host_bytes, "tables": shape.total_experts * TABLE_BYTES_PER_EXPERT}
-    ram["staging"] = size_stager(request, "arena", unpinned_share=1.0).num_buffers * stride
+    staging = size_stager(request, "arena", unpinned_share=1.0).num_buffers * stride
     ram["mailbox"] = shape.mailbox_bytes if device.kind == "cuda" else 0
     if device.free_bytes is None:
         vram: dict[str, int] = {}
@@ -126,10 +126,15 @@ def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> Resol
         ram["device memory"] = sum(vram.values()) if device.kind == "cpu" else 0
     lendable = min(ring, num_slots) if borrowed else 0
     messages: list[str] = []
-    mode, reason, num_ram = _choose_mode(shape, request, stride, sum(ram.values()), num_slots, lendable, messages)
+    if ring and request.ring_slots is not None and ring < request.ring_slots:
+        why = "the next layer's experts and this one's are all that is used"
+        if ring < 2 * shape.num_experts:
+            why = "the cache has no more to lend"
+        messages.append(f"STRATA_PREFILL_RING: {request.ring_slots:,} slots asked, {ring:,} taken: {why}")
+    beside = _Beside(sum(ram.values()), staging, num_slots)
+    mode, reason, num_ram = _choose_mode(shape, request, stride, beside, lendable, messages)
     request = _pins_of_mode(request, mode)
-    if num_slots == 0 and (mode == "mapped" or num_ram == shape.total_experts):
-        ram["staging"] = 0  # everything is computed where it lies
+    ram["staging"] = beside.of(mode, num_ram == shape.total_experts) - beside.fixed
     ram["expert copy"] = num_ram * stride
     ram["headroom"] = request.headroom_bytes
     charged = sum(vram.values()) + ram["staging"] + ram["mailbox"]
@@ -271,7 +276,8 @@ def _ram_error(request: MemoryRequest, other_ram: int, short: int) -> MemoryPlan
     if request.headroom_bytes:
         message += f" and {format_bytes(request.headroom_bytes)} of headroom"
         lower.append("STRATA_RESIDENT_HEADROOM_GIB")
-    wanted = _gib_option(request.ram_bytes + short)
+    kept = request.headroom_bytes if request.ram_given or request.headroom_given else 0
+    wanted = _gib_option(other_ram + kept)
     way = f"raise --ram-gib to {wanted}" if request.ram_given else f"close other programs or give --ram-gib {wanted}"
     return MemoryPlanError(message, f"{way}, or lower {', '.join(lower[:-1])} or {lower[-1]}", short_bytes=short)
 
@@ -281,42 +287,54 @@ def _gib_option(nbytes: int) -> str:
     return f"{-(-nbytes * 100 // GIB) / 100:.2f}"
 
 
+@dataclass(frozen=True)
+class _Beside:
+    """RAM beside the experts: ``fixed`` in every mode, and ``staging`` where something is moved."""
+
+    fixed: int
+    staging: int
+    num_slots: int
+
+    def of(self, mode: RamMode, whole: bool) -> int:
+        """``whole``: RAM holds every expert. Without slots, what lies in RAM is computed in place, mapped or not."""
+        return self.fixed + (0 if self.num_slots == 0 and (mode == "mapped" or whole) else self.staging)
+
+
 def _choose_mode(
-    shape: ModelShape,
-    request: MemoryRequest,
-    stride: int,
-    other_ram: int,
-    num_slots: int,
-    lendable: int,
-    messages: list[str],
+    shape: ModelShape, request: MemoryRequest, stride: int, beside: _Beside, lendable: int, messages: list[str]
 ) -> tuple[RamMode, str, int]:
     """(mode, why, experts in RAM): the mode asked for, or the next lower one that fits, said in ``messages``."""
-    room = request.ram_bytes - request.headroom_bytes - other_ram
-    if room < 0:
-        raise _ram_error(request, other_ram, -room)
+    free = request.ram_bytes - request.headroom_bytes
     total = shape.total_experts
-    complement = total - num_slots
-    fit = room // stride
+    complement = total - beside.num_slots
     for mode in MODES[MODES.index(request.mode) :]:
+        wanted = total if mode == "arena" else complement
+        if mode == "budget" and request.budget_bytes is not None:
+            wanted = min(complement, request.budget_bytes // stride)
+        room = free - beside.of(mode, wanted == total)
+        if wanted == total and room < total * stride and mode == "budget":
+            room = free - beside.of(mode, whole=False)
+        if mode == "mapped" and room < 0:
+            raise _ram_error(request, free - room, -room)
+        fit = max(0, room) // stride
         reason = "asked for" if mode == request.mode and mode != "arena" else "the default"
         if mode != request.mode:
             reason = f"{request.mode} does not fit"
-        if mode == "arena" and total <= fit:
+        if mode == "arena" and wanted * stride <= room:
             return mode, reason, total
-        if mode == "resident" and complement <= fit:
+        if mode == "resident" and wanted * stride <= room:
             return mode, reason, min(total, complement + min(lendable, fit - complement))
         if mode == "budget":
-            wanted = complement if request.budget_bytes is None else min(complement, request.budget_bytes // stride)
             if wanted > fit and request.budget_bytes is not None:
                 messages.append(
                     f"--resident-budget-gib: {format_bytes(wanted * stride)} asked, {format_bytes(fit * stride)} fit "
                     f"beside {format_bytes(request.headroom_bytes)} of headroom"
                 )
-            if min(wanted, fit) > 0 or request.mode == "budget":
+            if min(wanted, fit) > 0 or (request.mode == "budget" and room >= 0):
                 return mode, reason, min(wanted, fit)
         if mode == "mapped":
             return mode, reason, 0
-        needed = (total if mode == "arena" else complement) * stride
+        needed = wanted * stride
         if mode != "budget":
             messages.append(
                 f"RAM mode {mode}: {format_bytes(needed)} of experts are {format_bytes(needed - room)} more than the "

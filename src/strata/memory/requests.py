@@ -105,6 +105,7 @@ class MemoryRequest:
     expert_cache: int | None = None  # slots; None: as many as fit
     vram_reserve_bytes: int = 700 << 20
     headroom_bytes: int = 4 << 30
+    headroom_given: bool = False  # by the user: kept below --ram-gib too
     ram_given: bool = False  # ram_bytes is --ram-gib, not what the system says: hints say so
     max_context: int = 4096
     num_sequences: int = 1

@@ -51,6 +51,8 @@ def size_stager(request: MemoryRequest, mode: RamMode, *, unpinned_share: float)
         threads, buffers, reason = count_threads(request.num_cpus), 64, "bytes come from RAM"
         if request.measured_threads is not None and request.measured_threads > threads:
             threads, reason = request.measured_threads, "bytes come from RAM, threads as measured"
+    if wide and request.stage_resident is not None:
+        reason += ", STRATA_STAGE_RESIDENT"
     overrides = [
         name
         for name, value in (
