@@ -47,6 +47,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "mapped": {"mmap_experts": True},
     "budget": {"resident_budget_gib": BUDGET_GIB},
     "slots": {"vram_gib": 4.0, "expert_cache": NUM_EXPERTS // 4, "adapt_every": 0},
+    "swaps": {"vram_gib": 4.0, "expert_cache": NUM_EXPERTS // 4},
+    "resident": {"vram_gib": 4.0, "expert_cache": NUM_EXPERTS // 4, "resident_experts": True, "adapt_every": 0},
     "file": {"resident_budget_gib": 1e-6},
     "drive": {"resident_budget_gib": 1e-6, "ram_gib": LITTLE_RAM_GIB},
 }

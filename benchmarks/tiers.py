@@ -2,9 +2,10 @@
 
     python benchmarks/tiers.py --machine cpu2
 
-Writes a file of random blobs of the released size, then: a load with a cold and a warm page cache against a
-sequential read and against memcpy, picks served from the file one layer at a time by a process whose own memory may
-grow by half of the file alone, and the peak of resident memory against its final size. Prints one JSON line.
+Writes a file of experts of the released size, then: a load with a cold and a warm page cache against a sequential
+read and against memcpy; picks read from the file and computed, one layer at a time, by a process whose own memory may
+grow by half of the file alone, against reads of such pieces that compute nothing; and the peak of resident memory
+against its final size. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -31,16 +32,20 @@ from strata.benchmark_record import Figure, Record, measured, record_path
 from strata.errors import EngineError, MemoryPlanError, StrataError
 from strata.experts.source import BlobPlace, ExpertSource
 from strata.experts.system import ExpertSystem
+from strata.kernels.cpu import pool
 from strata.kernels.cpu.checksum import checksum
+from strata.kernels.cpu.experts import ExpertKernel
 from strata.kernels.cpu.stager import Stager
 from strata.kernels.host import HostBackend
 from strata.memory.planner import GIB, plan
 from strata.memory.probe import probe_machine
 from strata.memory.requests import DeviceRoom, MemoryRequest, ModelShape, PinRequest
 from strata.memory.system import system
+from strata.quant.layout import ExpertLayout
 
 RESULTS = Path(__file__).resolve().parent / "results"
-BLOB_BYTES = 2_764_800
+LAYOUT = ExpertLayout(2560, 640, "nvfp4")  # of flash-next
+BLOB_BYTES = LAYOUT.blob_bytes
 NUM_EXPERTS = 64
 TOP_K = 8
 PIECE = 8 << 20
@@ -62,19 +67,10 @@ class Blobs:
         return BlobPlace(self.path, number * self.blob_bytes, self.blob_bytes, self.checksums[number])
 
 
-class NoKernel:
-    """Moves bytes but computes nothing, so that the tiers alone are measured."""
-
-    def compute(self, tasks: object, x_TH: object, out: object, flags: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return flags
-
-    def combine(self, parts_TKH: torch.Tensor, weights_TK: torch.Tensor, flags: object) -> torch.Tensor:
-        return parts_TKH[: weights_TK.shape[0]]
-
-
 def write_blobs(folder: Path, gib: float) -> Blobs:
     num_layers = max(1, int(gib * GIB / (NUM_EXPERTS * BLOB_BYTES)))
-    data = np.random.default_rng(0).integers(0, 256, BLOB_BYTES, np.uint8)
+    blobs, _ = LAYOUT.pack_weights(*(torch.randn(1, *s) for s in ((640, 2560), (640, 2560), (2560, 640))))
+    data = blobs[0].numpy().reshape(-1)
     sums = []
     path = folder / "experts.bin"
     with path.open("wb") as handle:
@@ -145,7 +141,7 @@ def copy_memory(nbytes: int) -> float:
 
 
 def open_experts(blobs: Blobs, ram_bytes: int, **changes: object) -> ExpertSystem:
-    shape = ModelShape("blobs", blobs.num_layers, NUM_EXPERTS, TOP_K, BLOB_BYTES, hidden=64, dense_bytes=0)
+    shape = ModelShape("blobs", blobs.num_layers, NUM_EXPERTS, TOP_K, BLOB_BYTES, LAYOUT.hidden, dense_bytes=0)
     request = MemoryRequest(
         ram_bytes=ram_bytes,
         headroom_bytes=0,
@@ -155,7 +151,7 @@ def open_experts(blobs: Blobs, ram_bytes: int, **changes: object) -> ExpertSyste
         **changes,  # type: ignore[arg-type]
     )
     resolved = plan(shape, request, DeviceRoom("cpu", None))
-    return ExpertSystem.open(resolved, blobs, NoKernel(), HostBackend(1 << 20))
+    return ExpertSystem.open(resolved, blobs, ExpertKernel(LAYOUT), HostBackend(1 << 20))
 
 
 def make_memory_exist(nbytes: int) -> float:
@@ -203,7 +199,7 @@ def limited(room: int) -> Iterator[None]:
 
 
 def file_tier(blobs: Blobs, ram_bytes: int, num_rounds: int) -> float:
-    """Bytes a second of decode rounds in which every pick is read from the file, the cache dropped before each.
+    """Bytes a second of decode rounds whose picks are all read from the file, the cache dropped before each.
 
     Under a limit that holds half of the experts: it is tried on a copy of all of them, which must be refused.
     """
@@ -219,7 +215,7 @@ def read_rounds(blobs: Blobs, ram_bytes: int, num_rounds: int) -> float:
     # With so little RAM in the plan, reads go past the page cache, as on a machine that is full.
     small = open_experts(blobs, min(ram_bytes, GIB // 4), mode="budget", budget_bytes=0, expert_cache=0)
     random = np.random.default_rng(1)
-    x, weights = torch.zeros(1, 64), torch.ones(1, TOP_K)
+    x, weights = torch.randn(1, LAYOUT.hidden), torch.ones(1, TOP_K)
     seconds = 0.0
     for _ in range(num_rounds):
         drop_cache(blobs.path)
@@ -272,6 +268,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where the file is written; default: the temporary folder")
     words = parser.parse_args()
     machine = probe_machine()
+    pool.configure()
     command = f"python benchmarks/tiers.py --machine {words.machine} --gib {words.gib:g} --repeats {words.repeats}"
     try:
         with tempfile.TemporaryDirectory(dir=words.folder) as folder:
