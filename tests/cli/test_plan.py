@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,12 @@ from typing import Any
 import pytest
 
 from strata.cli.app import main
+from strata.engine import calibration
+from strata.engine.rates import LayerCosts, rates_key, write_rates
+from strata.kernels.cpu import pool
 from strata.models.known_shapes import KNOWN_SHAPES
+from strata.paths import find_home
+from tests.engine.test_forecast import RATES
 
 GIB = 1 << 30
 
@@ -74,6 +80,66 @@ def test_without_a_measurement_no_speed_is_named(
     assert planned(capsys, "qwen3-30b", "--ram-gib", "64")["expected"] is None
     assert main(["plan", "qwen3-30b", "--ram-gib", "64"]) == 0
     assert "not measured yet" in capsys.readouterr().out
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file in which this machine's rates are kept, with rates that were never measured."""
+    monkeypatch.setenv("STRATA_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration, "_measure", lambda *_: RATES)
+    home = find_home()
+    return write_rates(home.make(home.calibration), rates_key(pool.default_threads()), RATES)
+
+
+def test_what_was_measured_is_forecast_and_what_is_lacking_is_named(
+    kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "qwen3-30b", "--ram-gib", "64"]
+    assert main(asked) == 0
+    assert "expected speed: prompt" in capsys.readouterr().out
+    assert main([*asked, "--threads", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "not measured yet with 1 thread; 'strata plan --threads 1 --measure'" in out
+    rates = dataclasses.replace(RATES, layers={"qwen4_exp": LayerCosts(0, 0, 0, 0)})
+    write_rates(kept.parent, rates_key(pool.default_threads()), rates)
+    assert main(asked) == 0
+    out = capsys.readouterr().out
+    assert "the layers of qwen3_moe were not measured yet; 'strata plan qwen3-30b --measure' adds them" in out
+    assert planned(capsys, *asked[1:])["expected"] is None
+
+
+def test_a_damaged_file_of_rates_is_named_once_and_written_anew(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = kept.read_text()
+    kept.write_text(whole.replace('"stager_threads": 4', '"stager_threads": 1000000000'))
+    asked = ["plan", "qwen3-30b", "--ram-gib", "64"]
+    assert main(asked) == 0
+    out, err = capsys.readouterr()
+    assert "not measured yet" in out
+    assert "1,000,000,000" not in out
+    assert err.count(kept.name) == err.count("rates.bandwidths.stager_threads") == 1
+    assert main([*asked, "--measure"]) == 0
+    assert kept.read_text() == whole
+
+
+def test_a_forecast_that_cannot_be_kept_is_printed(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept.unlink()
+    kept.mkdir()
+    assert main(["plan", "qwen3-30b", "--ram-gib", "64", "--measure"]) == 0
+    out, err = capsys.readouterr()
+    assert "expected speed: prompt" in out
+    assert f"{kept} cannot be written: Is a directory; remove the folder {kept.name} and measure again" in err
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name]
+
+
+def test_a_home_that_cannot_be_written_is_refused_before_measuring(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibration, "_measure", lambda *_: pytest.fail("measured in vain"))
+    monkeypatch.setenv("STRATA_HOME", str(kept))
+    assert main(["plan", "qwen3-30b", "--ram-gib", "64", "--measure"]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 2
+    assert "set STRATA_HOME to a folder that you can write" in err[1]
 
 
 def test_an_option_that_the_plan_does_not_follow_is_named(capsys: pytest.CaptureFixture[str]) -> None:

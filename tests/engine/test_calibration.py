@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from pathlib import Path
 
@@ -10,16 +11,18 @@ import pytest
 
 from strata.config import Requested
 from strata.engine import calibration, file_costs, layer_costs
+from strata.engine.forecast import unmeasured
 from strata.engine.plan_report import plan_subject
 from strata.engine.plan_subject import find_subject
 from strata.engine.rates import FileCosts, LayerCosts, Rates, kept_rates, rates_key, read_rates, write_rates
-from strata.errors import CheckpointError
+from strata.errors import CheckpointError, ConfigError
 from strata.experts.source import BlobPlace
 from strata.kernels import rates as kernel_rates
 from strata.kernels.cpu import pool
 from strata.kernels.cpu.checksum import checksum
 from strata.memory import bandwidth
 from strata.memory.probe import Machine
+from strata.models.known_shapes import KNOWN_SHAPES, PROBE_SHAPES
 from strata.paths import find_home
 from strata.quant import ExpertLayout
 from tests.engine.test_forecast import BANDWIDTHS, FREE, KERNELS, RATES
@@ -105,7 +108,8 @@ def test_a_full_drive_leaves_the_file_unmeasured(tmp_path: Path, monkeypatch: py
 
 def test_rates_of_a_file_are_kept_as_they_were_found() -> None:
     key = rates_key(2)
-    for file in (None, FileCosts({100: {1: 0.5, 2: 0.75}}, None), FileCosts({100: {1: 0.5}}, {100: {1: 2.0}})):
+    both = {100: {1: 0.5, 2: 0.75}, 200: {1: 0.5}}
+    for file in (None, FileCosts(both, None), FileCosts(both, {100: {1: 2.0}, 300: {4: 1.0}})):
         rates = dataclasses.replace(RATES, file=file)
         write_rates(find_home().make(find_home().calibration), key, rates)
         assert read_rates(find_home().calibration, key) == rates
@@ -139,6 +143,62 @@ def test_measuring_keeps_what_was_known_of_other_models(monkeypatch: pytest.Monk
     assert found.layers == {"qwen3_moe": FREE, **other.layers}
     assert kept_rates(requested) == found
     assert kept_rates(dataclasses.replace(requested, threads=1)) is None
+
+
+def test_layers_of_every_family_are_measured_in_one_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is measured for the built-in model serves all known shapes."""
+    monkeypatch.setenv("STRATA_HOME", str(tmp_path))
+    monkeypatch.setattr(bandwidth, "LEAVE_FREE", 1 << 60)  # the drive has a test of its own
+    found = calibration.measure_rates(Requested(threads=2))
+    assert set(found.layers) == set(PROBE_SHAPES)
+    for name in KNOWN_SHAPES:
+        assert unmeasured(found, find_subject(name, "bf16")) == []
+    assert kept_rates(Requested(threads=2)) == found
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_nothing_is_measured_where_nothing_can_be_kept(
+    number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STRATA_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration, "_measure", lambda *_: pytest.fail("measured in vain"))
+    with monkeypatch.context() as inner:
+        inner.setattr(Path, "touch", lambda *_, **__: raise_error(number))
+        with pytest.raises(ConfigError, match="cannot be written") as caught:
+            calibration.measure_rates(Requested(threads=2))
+    assert "STRATA_HOME" in caught.value.hint
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STRATA_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="cannot be created"):
+        calibration.measure_rates(Requested(threads=2))
+
+
+@pytest.mark.parametrize(("number", "wayout"), [(errno.ENOSPC, "free some disk"), (errno.EIO, "set STRATA_HOME")])
+def test_what_cannot_be_kept_is_returned_and_one_line_says_so(
+    number: int, wayout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("STRATA_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration, "_measure", lambda *_: RATES)
+    monkeypatch.setattr("strata.files.os.fsync", lambda _: raise_error(number))
+    assert calibration.measure_rates(Requested(threads=2)) == RATES
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert os.strerror(number) in record.getMessage()
+    assert wayout in record.getMessage()
+    assert os.listdir(tmp_path / "calibration") == []
+
+
+def test_a_full_drive_does_not_keep_the_measuring_from_beginning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STRATA_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration, "_measure", lambda *_: RATES)
+    monkeypatch.setattr(Path, "touch", lambda *_, **__: raise_error(errno.ENOSPC))
+    assert calibration.measure_rates(Requested(threads=2)) == RATES
+
+
+def raise_error(number: int) -> None:
+    raise OSError(number, os.strerror(number))
 
 
 def test_plans_take_the_threads_of_staging_that_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

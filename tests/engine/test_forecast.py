@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from strata.config import Requested
-from strata.engine.forecast import Forecast, chances, forecast, interpolate, read_seconds
+from strata.engine.forecast import Forecast, chances, forecast, interpolate, read_seconds, unmeasured
 from strata.engine.plan_report import plan_subject
 from strata.engine.plan_subject import PlanSubject, find_subject
 from strata.engine.rates import FileCosts, LayerCosts, Rates, RatesKey, read_rates, write_rates
@@ -166,9 +166,17 @@ def test_rates_between_sizes_are_straight_in_logarithms() -> None:
 
 
 def test_a_family_or_format_that_was_not_measured_has_no_forecast() -> None:
-    assert forecast(*planned(), dataclasses.replace(RATES, layers={})) is None
-    other = dataclasses.replace(KERNELS, experts={"bf16": {1: FLAT}})
-    assert forecast(*planned(), dataclasses.replace(RATES, kernels=other)) is None
+    subject, plan = planned()
+    others = dataclasses.replace(KERNELS, experts={"bf16": {1: FLAT}})
+    for change, lacking in (
+        ({}, []),
+        ({"layers": {"qwen4_exp": FREE}}, ["the layers of qwen3_moe"]),
+        ({"kernels": others}, ["experts in nvfp4"]),
+        ({"layers": {"qwen4_exp": FREE}, "kernels": others}, ["the layers of qwen3_moe", "experts in nvfp4"]),
+    ):
+        rates = dataclasses.replace(RATES, **change)  # type: ignore[arg-type]
+        assert unmeasured(rates, subject) == lacking
+        assert (forecast(subject, plan, rates) is None) == bool(lacking)
 
 
 def test_rates_are_kept_for_this_machine_threads_and_version_alone(tmp_path: Path) -> None:

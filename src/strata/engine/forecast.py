@@ -19,7 +19,7 @@ from strata.experts.dispatch import WINDOW_ROWS
 from strata.kernels.rates import ByRows
 from strata.memory.planner import ResolvedPlan
 
-__all__ = ["PROMPT_TOKENS", "Forecast", "covers", "forecast", "interpolate"]
+__all__ = ["PROMPT_TOKENS", "Forecast", "covers", "forecast", "interpolate", "unmeasured"]
 
 PROMPT_TOKENS = 2048
 MANY_PICKS = 64  # of so many, the number that is read hardly varies
@@ -104,8 +104,15 @@ def forecast(
 
 
 def covers(rates: Rates, subject: PlanSubject) -> bool:
-    """Whether the rates hold what a forecast of this model needs: its family's layers and its experts' format."""
-    return subject.config.family in rates.layers and subject.expert_format in rates.kernels.experts
+    """Whether the rates hold what a forecast of this model needs."""
+    return not unmeasured(rates, subject)
+
+
+def unmeasured(rates: Rates, subject: PlanSubject) -> list[str]:
+    """In words, what a forecast of this model needs and the rates lack: its family's layers, its experts' format."""
+    family, format = subject.config.family, subject.expert_format
+    lacking = [] if family in rates.layers else [f"the layers of {family}"]
+    return lacking if format in rates.kernels.experts else [*lacking, f"experts in {format}"]
 
 
 def find_places(plan: ResolvedPlan) -> Places:

@@ -6,12 +6,13 @@ loading would do; only a card may be planned for that is not there yet.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from strata.engine.devices import card_index, choose_card
 from strata.engine.effects import plan_effects
-from strata.engine.forecast import Forecast, forecast
+from strata.engine.forecast import Forecast, forecast, unmeasured
 from strata.engine.plan_subject import PlanSubject, find_subject
 from strata.engine.planning import (
     choose_chunk_rows,
@@ -20,11 +21,13 @@ from strata.engine.planning import (
     memory_request,
     request_of_windows,
 )
+from strata.engine.rates import threads_asked
 from strata.engine.runtime import kv_format
 from strata.errors import ConfigError
 from strata.memory import planner
 from strata.memory.planner import GIB, ResolvedPlan, format_bytes
 from strata.memory.requests import DeviceRoom
+from strata.words import count_of
 
 if TYPE_CHECKING:
     from strata.config import Requested
@@ -40,7 +43,7 @@ PLAN_ONLY = "plan only: no card that could be used is in this machine"
 @dataclass(frozen=True)
 class PlanReport:
     """A plan and what it is about. ``plan_only``: it is for a card that is not here. ``forecast`` is None where this
-    machine was never measured, or a card is planned."""
+    machine was never measured, where ``unmeasured`` is lacking, or a card is planned."""
 
     subject: PlanSubject
     plan: ResolvedPlan
@@ -48,6 +51,7 @@ class PlanReport:
     ram_rule: str
     plan_only: bool = False
     forecast: Forecast | None = None
+    unmeasured: tuple[str, ...] = ()
 
     def refused(self) -> list[Effect]:
         """Options that somebody set and the plan does not follow."""
@@ -76,13 +80,26 @@ class PlanReport:
             lines.append(f"  {PLAN_ONLY}")
         elif plan.device.kind == "cuda":
             lines.append("expected speed: not forecast for a card; 'strata bench' measures it")
-        elif self.forecast is None:
-            lines.append(
-                "expected speed: this machine was not measured yet; 'strata plan --measure' does it in seconds"
-            )
-        else:
+        elif self.forecast is not None:
             lines += self.forecast.lines()
+        elif self.unmeasured:
+            lacking = " and ".join(self.unmeasured)
+            lines.append(f"expected speed: {lacking} were not measured yet; {self._measuring(True)} adds them")
+        else:
+            threads = count_of(threads_asked(self.requested), "thread")
+            what = f"this machine was not measured yet with {threads}"
+            lines.append(f"expected speed: {what}; {self._measuring(False)} does it in seconds")
         return lines
+
+    def _measuring(self, of_model: bool) -> str:
+        """The command to type; what it measures holds for as many threads."""
+        asked = self.requested
+        words = ["strata", "plan"]
+        if of_model and asked.model is not None:
+            words.append(asked.model)
+        if asked.origin("threads") == "command line":
+            words += ["--threads", str(asked.threads)]
+        return f"'{shlex.join([*words, '--measure'])}'"
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain data; bytes are whole numbers."""
@@ -171,6 +188,8 @@ def report(requested: Requested, machine: Machine, rates: Rates | None) -> PlanR
     """
     subject = find_subject(requested.model, kv_format(requested))
     plan = plan_subject(subject, requested, machine)
-    expected = None if rates is None or plan.device.kind == "cuda" else forecast(subject, plan, rates)
+    usable = None if plan.device.kind == "cuda" else rates
+    expected = None if usable is None else forecast(subject, plan, usable)
+    lacking = () if usable is None else tuple(unmeasured(usable, subject))
     plan_only = plan.device.kind == "cuda" and not is_usable(requested, machine)
-    return PlanReport(subject, plan, requested, machine.ram_rule, plan_only, expected)
+    return PlanReport(subject, plan, requested, machine.ram_rule, plan_only, expected, lacking)

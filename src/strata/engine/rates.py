@@ -2,17 +2,19 @@
 
 Lives in ``engine`` because memory, kernels and layers are measured in different rooms and meet here. Measuring is
 ``calibration.py``'s. Numbers of another machine, another number of threads or another version are never used: they
-are part of the file's name and of what is in it.
+are part of the file's name and of what is in it. What a file must hold is ``rates_schema.py``'s.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from strata.files import atomic_write
 from strata.kernels.cpu import pool
@@ -37,6 +39,8 @@ __all__ = [
     "threads_asked",
     "write_rates",
 ]
+
+logger = logging.getLogger(__name__)
 
 LAYOUT = 8  # of the file; rises whenever what is measured changes, so that old numbers are not taken for new ones
 
@@ -105,7 +109,7 @@ def kept_rates(requested: Requested) -> Rates | None:
 
 
 def write_rates(folder: Path, key: RatesKey, rates: Rates) -> Path:
-    """Writes them whole or not at all."""
+    """Writes them whole or not at all. ``OSError`` passes through."""
     path = key.path(folder)
     with atomic_write(path, "w") as handle:
         json.dump({"key": asdict(key), "rates": asdict(rates)}, handle, indent=1)
@@ -114,27 +118,24 @@ def write_rates(folder: Path, key: RatesKey, rates: Rates) -> Path:
 
 
 def read_rates(folder: Path, key: RatesKey) -> Rates | None:
-    """The rates kept for this key; None where there are none or the file is not one that this version wrote."""
+    """The rates kept for this key; None where there are none, or where the file is damaged, which is logged once."""
+    path = key.path(folder)
     try:
-        table = json.loads(key.path(folder).read_text(encoding="utf-8"))
-        return _from_table(table["rates"]) if table["key"] == asdict(key) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        _warn(path, error.strerror or str(error), "remove it and 'strata plan --measure' writes it anew")
+        return None
+    from strata.engine.rates_schema import parse_rates  # pydantic, where there is something to check
+
+    try:
+        return parse_rates(text, asdict(key))
+    except ValueError as error:
+        _warn(path, str(error), "'strata plan --measure' writes it anew")
         return None
 
 
-def _from_table(table: Mapping[str, Any]) -> Rates:
-    kernels, file = table["kernels"], table["file"]
-
-    def sizes(rates: Mapping[str, Mapping[str, float]]) -> dict[int, dict[int, float]]:
-        return {int(size): {int(rows): rate for rows, rate in found.items()} for size, found in rates.items()}
-
-    return Rates(
-        Bandwidths(**table["bandwidths"]),
-        KernelRates(
-            {name: sizes(rates) for name, rates in kernels["experts"].items()},
-            {name: sizes(rates) for name, rates in kernels["linear"].items()},
-            sizes(kernels["attention"]),
-        ),
-        {family: LayerCosts(**costs) for family, costs in table["layers"].items()},
-        None if file is None else FileCosts(sizes(file["cached"]), file["drive"] and sizes(file["drive"])),
-    )
+@functools.cache  # one command reads the file several times
+def _warn(path: Path, why: str, hint: str) -> None:
+    logger.warning("%s is not used, as if this machine was not measured: %s; %s", path, why, hint)
