@@ -115,6 +115,16 @@ MUTANTS: tuple[tuple[str, str, str], ...] = (
     ("experts/system.py", "        self.swaps.finish()\n        slots", "        slots"),
     ("experts/system.py", "        self._ring.settle()\n", ""),
     ("experts/system.py", "keep=set(self.swaps.spares)", "keep=set()"),
+    (
+        "experts/lender.py",
+        "            self._lent.append((slot, expert))\n        self._store.version += 1\n",
+        "            self._lent.append((slot, expert))\n",
+    ),
+    (
+        "experts/lender.py",
+        "            slots.admit(expert, slot)\n        self._store.version += 1\n",
+        "            slots.admit(expert, slot)\n",
+    ),
     ("memory/page_lock.py", "first = -(-part.offset // stride)", "first = part.offset // stride"),
     ("memory/page_lock.py", "(part.offset + part.nbytes) // stride)", "-(-(part.offset + part.nbytes) // stride))"),
     ("memory/page_lock.py", "if start == first else start * stride // page * page", "if True else 0"),

@@ -64,6 +64,7 @@ class Driver:
         self.model = Model(self.in_vram(), self.in_ram())
         self.expected = opened.pack.checksums.ravel()
         self.counts: dict[str, int] = {}
+        self.published = (-1, b"")
 
     def in_vram(self) -> set[int]:
         return set(np.flatnonzero(self.store.slots.slot_of >= 0).tolist())
@@ -147,6 +148,12 @@ class Driver:
         self.store.check()
         found = self.store.find(np.arange(len(self.expected)))
         nbytes = self.opened.pack.blob_bytes
+        # A card's table is made anew when the version has risen, and at no other time. It looks at no alias of an expert
+        # that has a slot, whose place in RAM a swap may be filling with another's bytes.
+        alias = np.where(found.tier == Tier.VRAM, np.uint64(0), self.store.alias)
+        published = (self.store.version, found.address.tobytes() + alias.tobytes())
+        assert published[0] != self.published[0] or published[1] == self.published[1], "changed, and nobody was told"
+        self.published = published
         for number, (tier, address) in enumerate(zip(found.tier.tolist(), found.address.tolist(), strict=True)):
             assert (tier == Tier.FILE) == (address == 0)
             if address:

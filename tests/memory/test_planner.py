@@ -144,6 +144,15 @@ def test_what_lies_on_a_card_is_not_charged_to_ram_as_well() -> None:
     assert resolved.ram["device memory"] == 0
 
 
+def test_reads_go_past_a_page_cache_that_holds_less_than_a_quarter_of_the_file() -> None:
+    cpu = DeviceRoom("cpu", None)
+    request = MemoryRequest(ram_bytes=120 * GIB, headroom_bytes=0, mode="budget", budget_bytes=0)
+    taken = plan(FLASH, request, cpu).ram_bytes
+    quarter = FLASH.total_experts * BLOB // 4
+    assert not plan(FLASH, dataclasses.replace(request, ram_bytes=taken + quarter), cpu).direct_reads
+    assert plan(FLASH, dataclasses.replace(request, ram_bytes=taken + quarter - 1), cpu).direct_reads
+
+
 def test_a_ring_that_is_cut_is_said() -> None:
     room = DeviceRoom("cpu", 16 * GIB)
     cut = plan(FLASH, MemoryRequest(ram_bytes=120 * GIB, ring_slots=2000), room)
