@@ -160,3 +160,11 @@ def test_a_trial_lock_takes_no_memory() -> None:
     assert 0 <= lockable <= 1 << 30
     assert resident() - before < 16 << 20
     assert try_lock(0) == (0, "")
+
+
+def test_rates_are_kept_only_where_they_would_be_used(session_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = session_home / "calibration"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rates-of-another-machine.json").write_text("{}")
+    main(["doctor"])
+    assert "not measured; 'strata plan --measure'" in capsys.readouterr().out

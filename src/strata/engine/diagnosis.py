@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from strata import version
+from strata.config import Requested
+from strata.engine.rates import kept_rates
 from strata.errors import StrataError
 from strata.kernels.cpu import library, pool
 from strata.kernels.cpu.build_info import build_info
@@ -219,7 +221,10 @@ def _find_home() -> Iterator[Finding]:
     else:
         yield Finding("STRATA_HOME", text if home.root.exists() else f"{text}, made when it is needed")
     yield Finding("models", _name_models(home.models))
-    measured = any(home.calibration.glob("rates-*.json"))
+    try:
+        measured = kept_rates(Requested()) is not None
+    except StrataError:  # without the native library, which has a finding of its own
+        measured = False
     known = "rates of this machine are kept" if measured else "not measured; 'strata plan --measure' does it in seconds"
     yield Finding("calibration", known)
 
