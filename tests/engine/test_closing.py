@@ -13,6 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from strata.checkpoint.synthetic_reader import SyntheticWeights
 from strata.config_sources import resolve_here
 from strata.engine import runtime as runtime_module
+from strata.engine.engine import Engine
+from strata.engine.models import BUILT_IN_NAME
 from strata.engine.runtime import Runtime
 from strata.engine.session import Session
 from strata.engine.synthetic_bench import SyntheticCase, find_arms, run_decode_arms
@@ -125,3 +127,15 @@ def test_a_closed_runtime_that_is_still_held_holds_no_tensor(on_card: bool) -> N
     model.close()
     if device is not None:
         device.close()
+
+
+def test_a_closed_engine_that_is_still_held_holds_no_weights() -> None:
+    gc.collect()
+    before = memory_of_tensors()
+    engine = Engine.load(BUILT_IN_NAME, max_context=64, ram_gib=4, device="cpu")
+    engine.generate("a", max_tokens=2)
+    mine = {key: one for key, one in memory_of_tensors().items() if key not in before}
+    assert len(mine) > 20
+    engine.close()
+    gc.collect()
+    assert count_alive(mine) <= 2, "scales of the experts, which the reader has"
