@@ -1,4 +1,4 @@
-"""What the ``strata`` script starts: Ctrl-C ends with 130 and no traceback, from the first import to the last line.
+"""What the ``strata`` script starts: Ctrl-C ends with 130 and no traceback, from the first line to the last.
 
 Lives on top because it must be there before the command line is: importing that takes most of a short command's time,
 and an interruption of the import would pass by everything that ``cli`` does about one. Knows nothing but the way there.
@@ -6,21 +6,28 @@ and an interruption of the import would pass by everything that ``cli`` does abo
 
 from __future__ import annotations
 
-import signal
-import threading
-from typing import NoReturn
+import os
+
+from strata import interrupts
+
+TYPE_CHECKING = False  # that of ``typing`` takes longer to import than what must come first
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 __all__ = ["run"]
 
 
 def run() -> NoReturn:
     """Runs the command of this process's arguments and exits with its status."""
+    interrupts.begin()
     try:
         from strata.cli.app import main
 
         status = main()
     except KeyboardInterrupt:
-        status = 130
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the work is done: only the interpreter's own end is left
+        status = interrupts.STATUS
+    except MemoryError:  # of the import; what comes after it tells its own
+        os.write(2, b"strata: error: not enough memory to start\n  try: raise its limit (ulimit -v, ulimit -d)\n")
+        status = 1
+    interrupts.end()
     raise SystemExit(status)

@@ -1,13 +1,14 @@
 """The version of this package and the commit that it was made from.
 
 Lives on top because ``--version``, benchmark records and packs all state it. It needs no git: without one, or
-outside a checkout, the commit is simply not known.
+outside a checkout, the commit is simply not known. Importing it costs nothing: the package does so at its first line.
 """
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["VERSION", "commit", "describe"]
 
@@ -20,6 +21,9 @@ def commit(ignored: str = "") -> str:
     A built package carries ``_commit.txt``; a checkout is asked through git. Changes in the folder ``ignored`` (such as
     results of measurements) do not count.
     """
+    import subprocess
+    from pathlib import Path
+
     package = Path(__file__).resolve().parent
     recorded = package / "_commit.txt"
     if recorded.exists():
@@ -36,6 +40,8 @@ def commit(ignored: str = "") -> str:
 
 
 def _git(root: Path, *words: str) -> str:
+    import subprocess
+
     command = ["git", "-C", str(root), *words]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 

@@ -302,4 +302,4 @@ def test_ctrl_c_during_the_import_of_the_commands(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path), *sys.path])
     child = script("--version", env={**os.environ, "PYTHONPATH": path})
     _, err = child.communicate(timeout=60)
-    assert (child.returncode, err) == (130, "")
+    assert (child.returncode, err) == (130, "strata: interrupted\n")

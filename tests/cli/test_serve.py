@@ -79,3 +79,17 @@ def test_what_serving_makes_of_options_is_shown(capsys: pytest.CaptureFixture[st
     assert "a chat answer runs to the end of its context" in capsys.readouterr().out
     assert main(["serve", "--show-config", "--max-tokens", "5"]) == 0
     assert "a chat answer" not in capsys.readouterr().out
+
+
+def test_a_ctrl_c_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child's as well
+    try:
+        process, url = start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert httpx.get(f"{url}/v1/models", timeout=30).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 143

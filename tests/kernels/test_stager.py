@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from strata.errors import EngineError
+from strata.kernels.cpu import stager as module
 from strata.kernels.cpu.checksum import checksum
 from strata.kernels.cpu.stager import ReadFailure, Stager
 
@@ -107,3 +108,11 @@ def test_closing_finishes_what_was_submitted_and_ends_the_threads() -> None:
 def test_a_number_of_threads_out_of_range(threads: int) -> None:
     with pytest.raises(EngineError, match=f"{threads} stager threads"):
         Stager(threads)
+
+
+def test_threads_that_cannot_be_started_have_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "declare", lambda *_, **__: lambda num_threads: None)
+    with pytest.raises(EngineError) as caught:
+        Stager(2)
+    assert "ulimit -v, ulimit -u" in caught.value.hint
+    assert "STRATA_STAGER_THREADS" in caught.value.hint

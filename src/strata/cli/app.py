@@ -15,27 +15,22 @@ reader that closed the pipe.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import io
 import os
 import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from strata import version
+from strata import interrupts, version
 from strata.cli.configure import Configure, flag_parameters
+from strata.cli.process_limits import refuse_too_little
+from strata.cli.unexpected import print_error, tell_unexpected
 from strata.errors import StrataError
-from strata.paths import find_home
-from strata.words import with_program
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -90,6 +85,7 @@ def adapt(function: Callable[..., Any]) -> Callable[..., Any]:
         show_config = values.pop("show_config", False)
         configure = Configure({one.name: values.pop(one.name) for one in flags if one.name in values}, show_config)
         if takes_model:
+            refuse_too_little()
             values["configure"] = configure
         else:
             configure()
@@ -136,28 +132,6 @@ def build_app(typed: str | None) -> typer.Typer:
         function = adapt(import_module(one.module).command) if one.name == typed else lambda: None
         app.command(one.name, help=one.help)(function)
     return app
-
-
-def print_error(message: str, hint: str = "") -> None:
-    """One line, and the way out as a second. Where standard error takes nothing, the status alone has to tell."""
-    with contextlib.suppress(OSError):
-        print(f"strata: error: {with_program(message)}", file=sys.stderr)
-        if hint:
-            print(f"  try: {with_program(hint)}", file=sys.stderr)
-
-
-def keep_traceback(error: BaseException) -> Path:
-    """Writes the traceback where a report can take it from: STRATA_HOME/logs, else the temporary folder."""
-    name = f"error-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}.log"
-    text = f"{version.describe()}\n{' '.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}"
-    try:
-        home = find_home()
-        path = home.make(home.logs) / name
-        path.write_text(text, encoding="utf-8")
-    except (OSError, StrataError):
-        path = Path(tempfile.gettempdir()) / f"strata-{name}"
-        path.write_text(text, encoding="utf-8")
-    return path
 
 
 def run_app(words: list[str]) -> int:
@@ -217,7 +191,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return error.exit_status
     except (KeyboardInterrupt, typer.Abort):
         print(file=sys.stderr)
-        return 130
+        return interrupts.STATUS
     except (BrokenPipeError, PipeClosed):
         drop_output()
         return 141
@@ -226,7 +200,5 @@ def main(words: Sequence[str] | None = None) -> int:
             drop_output()
             print_error(f"standard output cannot be written: {error.strerror}", "send the output somewhere with room")
             return 1
-        path = keep_traceback(error)
-        message = " ".join(str(error).split()) or "no message"
-        print_error(f"unexpected {type(error).__name__}: {message}", f"report this with {path}, which says where")
+        tell_unexpected(error)
         return 1

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from strata import interrupts
 from strata.benchmark_record import record_path
 from strata.cli.configure import Configure
 from strata.cli.synthetic_bench import (
@@ -108,6 +109,7 @@ def command(
 def bench_kernels(requested: Requested, gib: float, repeats: int) -> Record:
     from strata.kernels import bench
 
+    interrupts.in_order()
     threads = None if isinstance(requested.threads, str) else requested.threads
     command = f"strata bench kernels --gib {gib:g} --repeats {repeats}"
     command += "" if threads is None else f" --threads {threads}"
@@ -121,6 +123,7 @@ def bench_cache(requested: Requested, text: Path | None, tokens: int, plot: Path
 
     if plot is not None:  # before minutes of measuring
         cache_bench.check_drawing(plot)
+    interrupts.in_order()
     table, record = cache_bench.bench_cache(requested, text=read_text(text), tokens=tokens)
     print("\n".join(table.lines()))
     if plot is not None:
@@ -132,6 +135,7 @@ def bench_cache(requested: Requested, text: Path | None, tokens: int, plot: Path
 def bench_speed(requested: Requested, what: str, prompt: int, decode: int, runs: int, measure: bool) -> Record:
     from strata.engine import speed_bench
 
+    interrupts.in_order()
     bench, record = speed_bench.bench_speed(
         requested,
         "decode" if what == "decode" else "prompt",

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from strata import interrupts
 from strata.cli.loading import phase_bars
 
 
@@ -22,6 +23,7 @@ def command(
     from strata.checkpoint.export import export_checkpoint
     from strata.engine.models import find_pack
 
+    interrupts.in_order()
     pack = find_pack(name)
     with phase_bars() as on_progress:
         path = export_checkpoint(pack, destination, progress=on_progress)

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from strata import interrupts
 from strata.progress import bar
 
 if TYPE_CHECKING:
@@ -39,11 +40,13 @@ def phase_bars() -> Iterator[Progress]:
 
 
 def load_engine(requested: Requested) -> Engine:
-    """Opens the model that was asked for. A wrong path is told before anything heavy is imported."""
+    """Opens the model that was asked for. A wrong path is told before anything heavy is imported.
+
+    Ctrl-C ends the program at once until the imports are done, and raises ``KeyboardInterrupt`` from there on."""
     from strata.engine.locate import locate
 
     locate(requested.model)
     from strata.engine.engine import Engine
 
-    with phase_bars() as on_progress:
+    with interrupts.none_lost(), phase_bars() as on_progress:
         return Engine.load(requested=requested, on_progress=on_progress)

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from strata import interrupts
 from strata.cli.loading import phase_bars
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ def command(
     from strata.models import find
     from strata.text.pipeline import TextPipeline
 
+    interrupts.in_order()
     options = PackOptions(experts=experts, dense=dense, hyper=hyper)  # type: ignore[arg-type] # checked there
     try:
         if found.kind is Kind.SAFETENSORS:

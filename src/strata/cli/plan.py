@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from strata import interrupts
 from strata.cli.configure import Configure
 from strata.errors import MemoryPlanError
 
@@ -34,6 +35,7 @@ def command(
     from strata.engine.plan_report import report
     from strata.engine.rates import kept_rates
 
+    interrupts.in_order()
     rates = measure_rates(requested) if measure else kept_rates(requested)
     try:
         found = report(requested, probe(requested), rates)

@@ -47,7 +47,13 @@ def stream_answer(engine: Engine, request: Request) -> int:
 
 @contextlib.contextmanager
 def stopped_by_ctrl_c(cancellation: Cancellation) -> Iterator[None]:
-    """Ctrl-C cancels at the next safe place, so that the engine keeps what it has read; a second one interrupts."""
+    """Ctrl-C cancels at the next safe place, so that the engine keeps what it has read; a second one interrupts.
+
+    Where whoever started the program ignores the signal, it stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
 
     def stop(number: int, frame: object) -> None:
         if cancellation.cancelled:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from strata import interrupts
 from strata.benchmark_record import Figure, Record, record_path
 from strata.errors import ConfigError
 
@@ -51,6 +52,7 @@ class SyntheticWords:
         from strata.engine.synthetic_bench import SyntheticCase
         from strata.models.synthetic_shapes import synthetic_config
 
+        interrupts.in_order()
         synthetic_config(self.shape, self.layers)
         options = PackOptions(experts=self.experts, dense=self.dense)  # type: ignore[arg-type]
         weights = SyntheticWeights(seed=self.seed, experts=options.experts, dense=options.dense)
@@ -108,6 +110,7 @@ def bench_ready(requested: Requested, runs: int) -> Record:
     from strata.engine.ready_probe import measure_drive, ready_figures
     from strata.kernels.bench import machine
 
+    interrupts.in_order()
     opened = open_model(requested.model)
     folder = opened.reader.folder
     opened.close()

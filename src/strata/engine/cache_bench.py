@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 import strata
+from strata import interrupts
 from strata.benchmark_record import Figure, Record
 from strata.engine.models import OpenModel, open_model
 from strata.engine.runtime import Runtime
@@ -151,7 +152,8 @@ def check_drawing(path: Path) -> None:
 def draw_cache(table: CacheTable, path: Path) -> None:
     """Hit rate against slots as a PNG. Raises as ``check_drawing``."""
     check_drawing(path)
-    pyplot = import_module("matplotlib.pyplot")
+    with interrupts.at_once():
+        pyplot = import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     shares = [100 * slots / table.total for slots in table.slots]
     for name, runs in table.runs.items():

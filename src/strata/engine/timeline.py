@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from strata import interrupts
 from strata.errors import ConfigError
 from strata.files import atomic_write
 
@@ -98,11 +99,12 @@ class Timeline:
     def draw(self, path: Path) -> None:
         """A PNG: spans by lane, and the sums by name. Raises ``ConfigError`` where matplotlib is not installed."""
         try:
-            import_module("matplotlib").use("Agg")
+            with interrupts.at_once():
+                import_module("matplotlib").use("Agg")
+                pyplot = import_module("matplotlib.pyplot")
         except ImportError as error:
             way = "pip install 'strata-moe[plot]' (or -e '.[plot]' in its folder)"
             raise ConfigError("a picture needs matplotlib, which is not installed", way) from error
-        pyplot = import_module("matplotlib.pyplot")
         totals, lanes = self.totals(), self.lanes()
         colour = {name: f"C{number % COLOURS}" for number, name in enumerate(totals)}
         first = min((one.start for one in self.spans), default=0.0)

@@ -85,6 +85,15 @@ class Server(uvicorn.Server):
         with _library_messages():
             self.run(sockets=[self._bound])
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The library's own, but a Ctrl-C that whoever started the program ignores stays ignored."""
+        is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        with super().capture_signals():
+            if is_ignored and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            yield
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         logger.info("serving %s at %s/v1; Ctrl-C ends", self.answers.engine.name, self.url)

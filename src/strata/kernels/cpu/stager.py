@@ -43,7 +43,10 @@ class Stager:
         create = declare("strata_stager_create", ctypes.c_int, returns=ctypes.c_void_p)
         self._handle: int | None = create(num_threads)
         if not self._handle:
-            raise EngineError((library().strata_last_error() or b"the stager cannot start").decode())
+            raise EngineError(
+                (library().strata_last_error() or b"the stager cannot start").decode(),
+                "raise the limit on memory or threads (ulimit -v, ulimit -u), or lower STRATA_STAGER_THREADS",
+            )
         pointer, size, u64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
         self._calls = _Calls(
             declare("strata_stager_copy", pointer, pointer, pointer, size, ctypes.c_int, returns=u64),

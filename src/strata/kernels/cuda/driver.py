@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from strata import interrupts
 from strata.errors import ConfigError, EngineError
 
 __all__ = ["Card", "CudaContext", "CudaError", "ask", "find_card", "load_nvrtc", "open_context", "read_cards", "start"]
@@ -159,7 +160,8 @@ def open_context(index: int) -> CudaContext:
 
 def _bindings(name: str) -> Any:
     try:
-        return import_module(f"cuda.bindings.{name}")
+        with interrupts.at_once():
+            return import_module(f"cuda.bindings.{name}")
     except ImportError as error:
         raise ConfigError(f"a CUDA device needs the package cuda-python: {error}", INSTALL) from None
 
