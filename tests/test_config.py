@@ -204,7 +204,7 @@ def test_a_bad_value_below_a_good_one_is_still_an_error() -> None:
         ("[memory]\nvram_gib = 3", "'memory' is no option"),
         ("vram_gib = [1, 2]", "holds a list"),
         ("threads = 1.5", "--threads: '1.5'"),
-        ("kv = true", "--kv: '1'"),
+        ("kv = true", "--kv: 'true'"),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, words: str) -> None:
@@ -280,3 +280,66 @@ def test_a_model_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pyt
 def test_threads_are_bounded_where_the_option_is_read() -> None:
     with pytest.raises(ConfigError, match=r"--threads: '257'.*1 to 256"):
         resolve(command_line={"threads": "257"})
+
+
+SIZES = [name for name in FROZEN if name.endswith("_gib")]
+REALS = [*SIZES, "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+REALS += ["pcie_frac", "prefill_cpu_share"]
+SWITCHES = {name for name in FROZEN if BY_NAME[name].is_switch} | {"stage_resident"}
+
+
+@pytest.mark.parametrize("name", SIZES)
+@given(size=st.floats(allow_nan=True, allow_infinity=True) | st.integers(-(10**400), 10**400))
+def test_a_size_can_be_counted_in_bytes_or_is_refused(name: str, size: float) -> None:
+    """Whatever is taken, its bytes are a number that memory is planned with."""
+    for given_as in ({"arguments": {name: size}}, {"environment": {BY_NAME[name].variable: str(size)}}):
+        try:
+            taken = getattr(resolve(**given_as), name)  # type: ignore[arg-type]
+        except ConfigError as error:
+            assert "1048576" in error.hint
+        else:
+            assert 0 <= int(taken * 2**30) <= 2**50
+
+
+@pytest.mark.parametrize("name", REALS)
+@pytest.mark.parametrize(
+    "text", ["1_0", "0_1", "\u0661", "\uff11", "1,5", "0x1", "1e", ".", "e5", "1 0", "infinity", "1f", "\u00bd"]
+)
+def test_numbers_are_plain(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match="a number"):
+        resolve(environment={BY_NAME[name].variable: text})
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", 1.0), ("1.", 1.0), (".5", 0.5), ("+2.5e-1", 0.25), (" 1E+1 ", 10.0)])
+def test_plain_numbers(text: str, value: float) -> None:
+    assert resolve(command_line={"ram_gib": text}).ram_gib == value
+
+
+@given(st.floats(0, 2**20, exclude_min=True))
+def test_what_python_writes_of_a_number_is_plain(value: float) -> None:
+    assert resolve(arguments={"ram_gib": value}).ram_gib == value
+
+
+@pytest.mark.parametrize("name", sorted(set(FROZEN) - SWITCHES))
+@pytest.mark.parametrize("value", [True, False])
+def test_booleans_are_no_values_but_of_switches(name: str, value: bool) -> None:
+    with pytest.raises(ConfigError, match=rf"{BY_NAME[name].spelling}: '{str(value).lower()}' .* cannot be taken"):
+        resolve(arguments={name: value})
+
+
+@pytest.mark.parametrize("name", sorted(SWITCHES - {"mmap_experts"}))
+def test_switches_take_booleans(name: str) -> None:
+    assert getattr(resolve(arguments={name: True}), name) is True
+    assert getattr(resolve(arguments={name: False}), name) is False
+
+
+@pytest.mark.parametrize("name", ["threads", "max_context", "top_k", "seed", "vram_reserve_mib", "ram_gib", "prefill"])
+def test_numbers_of_thousands_of_digits(name: str, tmp_path: Path) -> None:
+    for value in ("9" * 5000, int("9" * 4000) ** 2):
+        with pytest.raises(ConfigError, match=r"give .*number") as caught:
+            resolve(arguments={name: value})
+        assert "Exceeds the limit" not in str(caught.value)
+    path = tmp_path / "config.toml"
+    path.write_text(f"{name} = {'9' * 5000}\n")
+    with pytest.raises(ConfigError):
+        resolve(home_file=path)

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from strata.option_values import (
     ALL,
     AUTO,
+    MOST_GIB,
     NONE,
     All,
     Auto,
@@ -28,6 +29,7 @@ from strata.option_values import (
     Prefill,
     choice,
     device,
+    gib,
     or_word,
     parse_kv,
     parse_path,
@@ -138,18 +140,22 @@ class Requested:
 
     vram_gib: float | None = option(
         None,
-        real(0, above=True),
+        gib(above=True),
         "memory",
         """Device memory that may be used; default is what is free. Without a GPU, RAM stands in for so much of it;
         default is none.""",
         metavar="GIB",
     )
     vram_reserve_mib: int = option(
-        700, whole(0), "memory", "Device memory that an automatic expert cache leaves free.", metavar="MIB"
+        700,
+        whole(0, MOST_GIB << 10),
+        "memory",
+        "Device memory that an automatic expert cache leaves free.",
+        metavar="MIB",
     )
     ram_gib: float | None = option(
         None,
-        real(0, above=True),
+        gib(above=True),
         "memory",
         "RAM that may be used, in place of what the system says is free; no headroom is left of it by default.",
         metavar="GIB",
@@ -169,7 +175,7 @@ class Requested:
     )
     resident_budget_gib: float | None = option(
         None,
-        real(0, above=True),
+        gib(above=True),
         "memory",
         "RAM holds the hottest N GiB of those experts, the file serves the rest.",
         metavar="GIB",
@@ -179,7 +185,7 @@ class Requested:
     )
     resident_headroom_gib: float = option(
         4.0,
-        real(0),
+        gib(),
         "memory",
         """Free RAM that is left; unless it is set, at most a quarter of what may be taken, and nothing of what
         --ram-gib grants.""",
@@ -188,7 +194,7 @@ class Requested:
     )
     complement_pin_gib: float | Auto | All = option(
         AUTO,
-        or_word(real(0), AUTO, ALL),
+        or_word(gib(), AUTO, ALL),
         "memory",
         "Page-locks at most N GiB of the resident copy; all: until the driver refuses; 0: nothing.",
         metavar="auto|all|GIB",
@@ -196,7 +202,7 @@ class Requested:
     )
     arena_pin_gib: float | Auto | Literal["none"] = option(
         AUTO,
-        or_word(real(0), AUTO, NONE),
+        or_word(gib(), AUTO, NONE),
         "memory",
         "Page-locks at most N GiB of the arena; 0: all of it; auto: below the adapter's budget; none: nothing.",
         metavar="auto|none|GIB",
@@ -204,7 +210,7 @@ class Requested:
     )
     pin_margin_gib: float = option(
         4.0,
-        real(0),
+        gib(),
         "memory",
         "Left free of the adapter's shared-memory budget when page-locking.",
         metavar="GIB",

@@ -37,11 +37,25 @@ def suggest(word: str, among: Iterable[str]) -> str:
 
 def parse_option(one: Option, value: object, where: str) -> object:
     """Parses text, or checks a typed value by way of its text. Raises ConfigError naming option, value and origin."""
-    text = value if isinstance(value, str) else format_value(value)
+    text = value if isinstance(value, str) else text_of(value)
     try:
-        return one.parse(text)
+        parsed = one.parse(text)
+        if isinstance(value, bool) and not isinstance(parsed, bool):
+            raise ValueError("a text")
     except ValueError as error:
         raise ConfigError(f"{one.spelling}: {text!r} ({where}) cannot be taken", f"give {error}") from None
+    return parsed
+
+
+def text_of(value: object) -> str:
+    """As a user would write it. True and False are words: to Python they are also 1 and 0, which numbers must not be
+    given as."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    try:
+        return format_value(value)
+    except ValueError:  # Python does not write it out
+        return "a number of thousands of digits"
 
 
 def read_toml(path: Path) -> dict[str, object]:
@@ -50,7 +64,7 @@ def read_toml(path: Path) -> dict[str, object]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text", "save it as UTF-8, or remove it") from None
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # of TOML, or of a number of thousands of digits
         raise ConfigError(f"{path} cannot be read as TOML: {error}", "mend the file or remove it") from None
     for key, value in table.items():
         if key not in BY_NAME:

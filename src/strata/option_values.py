@@ -17,6 +17,7 @@ from typing import Final, Literal, TypeAlias
 __all__ = [
     "ALL",
     "AUTO",
+    "MOST_GIB",
     "NONE",
     "All",
     "Auto",
@@ -25,6 +26,7 @@ __all__ = [
     "choice",
     "device",
     "format_value",
+    "gib",
     "or_word",
     "parse_kv",
     "parse_path",
@@ -43,6 +45,11 @@ NONE: Final = "none"
 Parser: TypeAlias = Callable[[str], object]
 
 DEFAULT_CHUNK_ROWS = 8192
+MOST_GIB = 1 << 20  # a PiB: more than any PC has, and its bytes are exact in every type that counts them
+MOST_WHOLE = 2**63 - 1  # what native code and files hold; of numbers without a bound of their own
+
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+_REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -83,9 +90,12 @@ def whole(low: int, high: int | None = None) -> Parser:
     words = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
 
     def parse(text: str) -> int:
-        if not re.fullmatch(r"[+-]?[0-9]+", text.strip()):
+        digits = text.strip()
+        if not _WHOLE.fullmatch(digits):
             raise ValueError(words)
-        value = int(text)
+        value = int(digits) if len(digits) < 100 else MOST_WHOLE + 1  # Python refuses to read thousands of digits
+        if value > MOST_WHOLE and high is None:
+            raise ValueError(f"{words}, and at most {MOST_WHOLE}")
         if value < low or (high is not None and value > high):
             raise ValueError(words)
         return value
@@ -94,21 +104,27 @@ def whole(low: int, high: int | None = None) -> Parser:
 
 
 def real(low: float, high: float | None = None, *, above: bool = False) -> Parser:
-    """A finite number in [low, high], or in (low, high] when ``above``."""
+    """A finite number in [low, high], or in (low, high] when ``above``, in the notation of every programming language:
+    not all that Python reads as one (``1_0``, digits of other scripts)."""
     bound = f"above {low:g}" if above else f"of at least {low:g}"
-    words = f"a number {bound}" if high is None else f"a number {bound} and at most {high:g}"
+    words = f"a number {bound}" if high is None else f"a number {bound} and at most {format_value(float(high))}"
 
     def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise ValueError(words) from None
+        digits = text.strip()
+        if not _REAL.fullmatch(digits):
+            raise ValueError(words)
+        value = float(digits)
         too_low = value <= low if above else value < low
         if not math.isfinite(value) or too_low or (high is not None and value > high):
             raise ValueError(words)
         return value
 
     return parse
+
+
+def gib(*, above: bool = False) -> Parser:
+    """A size in GiB from 0, or above it; bounded, so that its bytes can be counted."""
+    return real(0, MOST_GIB, above=above)
 
 
 def choice(*words: str) -> Parser:
