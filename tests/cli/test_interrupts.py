@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 
+from strata.cli import streaming
+from strata.cli.app import main
+
 IMPORTED = "import time:"
 FIRST = "strata.cli"  # the first module that is imported after Ctrl-C is looked after
 RUN = ("run", "x", "--max-tokens", "100000", "--ignore-eos", "--log-level", "error")
@@ -104,6 +107,14 @@ def test_an_ignored_signal_stays_ignored() -> None:
             if number % 100 == 0:
                 process.send_signal(signal.SIGINT)
         assert (process.wait(timeout=60), said(process)) == (0, [])
+
+
+def test_ctrl_c_in_the_demos_answer_ends_the_demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(streaming, "stream_answer", lambda engine, request: 130)
+    assert main(["demo", "--model", "built-in-random"]) == 130
+    assert "identical" not in capsys.readouterr().out
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

@@ -64,7 +64,8 @@ def print_answer(requested: Requested, prompt: str) -> None:
         print("─" * 60)
         sys.stdout.write(prompt)
         request = engine.plain_request(prompt, engine.sampling({"max_tokens": min(96, requested.max_tokens)}))
-        stream_answer(engine, request)
+        if stream_answer(engine, request):
+            raise KeyboardInterrupt  # it ended the answer, and nobody asked for the rest
         print("─" * 60 + "\n", flush=True)
 
 
