@@ -64,6 +64,30 @@ def test_moves_may_be_waited_for_in_any_order(small: Small) -> None:
     opened.close()
 
 
+def test_bytes_on_their_way_to_ordinary_ram_are_there_when_the_thread_is_through(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that takes long to empty the buffer: the move has not ended, and its buffer is nobody else's."""
+    pack, kernel = small
+    nowhere = HostFaults(refuse_one_allocation=True, refuse_at_slice=0)
+    opened = open_system(pack, kernel, nowhere, mode="resident", expert_cache=6, stager_buffers=2)
+    mover, store = opened.system.mover, opened.system.store
+    place = int(np.flatnonzero(store.place_owner >= 0)[0])
+    store.take_place(int(store.place_owner[place]))
+    stager, put_off = mover._stager, []
+    with monkeypatch.context() as patch:
+        patch.setattr(stager, "copy", lambda *copy: put_off.append(copy) or 0)
+        patch.setattr(stager, "query", lambda _: False)
+        move = mover.save(int(store.slots.owner[0]), store.slots.slot_address(0), place)
+        assert not any(mover.has_ended(move) for _ in range(20))
+        assert len(put_off) == 1
+        assert move.buffer not in mover.buffers._free
+    move.ticket = stager.copy(*put_off[0])
+    mover.wait(move)
+    assert checksum_at(store.place_address(place), pack.blob_bytes) == slot_bytes(opened, 0)
+    opened.close()
+
+
 def test_a_swap_is_published_in_two_steps(small: Small) -> None:
     """Promoted and victim both lie in VRAM in between; a round of the old version delays the second step."""
     pack, kernel = small
