@@ -148,8 +148,8 @@ class Driver:
         self.store.check()
         found = self.store.find(np.arange(len(self.expected)))
         nbytes = self.opened.pack.blob_bytes
-        # A card's table is made anew when the version has risen, and at no other time. It looks at no alias of an expert
-        # that has a slot, whose place in RAM a swap may be filling with another's bytes.
+        # A card's table is made anew when the version has risen, and at no other time. No alias of an expert that has a
+        # slot is looked at: a swap may be filling that place in RAM with another's bytes.
         alias = np.where(found.tier == Tier.VRAM, np.uint64(0), self.store.alias)
         published = (self.store.version, found.address.tobytes() + alias.tobytes())
         assert published[0] != self.published[0] or published[1] == self.published[1], "changed, and nobody was told"
