@@ -157,7 +157,8 @@ class Requested:
         None,
         gib(above=True),
         "memory",
-        "RAM that may be used, in place of what the system says is free; no headroom is left of it by default.",
+        """RAM that a model may use, in place of what the system says is free; the process itself, about 0.25 GiB, is beside
+        it, and no headroom is left of it by default.""",
         metavar="GIB",
     )
     expert_cache: int | Auto = option(
