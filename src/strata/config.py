@@ -157,8 +157,8 @@ class Requested:
         None,
         gib(above=True),
         "memory",
-        """RAM that a model may use, in place of what the system says is free; the process itself, about 0.25 GiB, is beside
-        it, and no headroom is left of it by default.""",
+        """RAM that a model may use, in place of what the system says is free; the process itself, about 0.25 GiB, is
+        beside it, and no headroom is left of it by default.""",
         metavar="GIB",
     )
     expert_cache: int | Auto = option(
