@@ -182,3 +182,12 @@ def test_what_the_system_refuses_is_named_with_the_way_out(tmp_path: Path, monke
     monkeypatch.setattr(Path, "exists", refuse)
     with pytest.raises(CheckpointError, match=r"sealed cannot be read: Permission denied .*the right to read it"):
         recognise(tmp_path / "sealed")
+
+
+@pytest.mark.parametrize("name", ["experts-00000.bin", "manifest.json", "dense.safetensors"])
+def test_a_file_of_a_pack_names_its_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / name).touch()
+    found = recognise(tmp_path / name)
+    assert "is one file of a model" in str(found.refuse())
+    assert str(tmp_path) in found.hint

@@ -153,6 +153,16 @@ def test_reads_go_past_a_page_cache_that_holds_less_than_a_quarter_of_the_file()
     assert plan(FLASH, dataclasses.replace(request, ram_bytes=taken + quarter - 1), cpu).direct_reads
 
 
+def test_a_plan_says_what_is_page_locked() -> None:
+    def said(pin: PinRequest, device: DeviceRoom) -> str:
+        return "\n".join(plan(FLASH, MemoryRequest(ram_bytes=120 * GIB, pin=pin), device).lines())
+
+    assert "in RAM, as much as is granted page-locked" in said(PinRequest(), CARD)
+    assert "in RAM, at most 8.00 GiB page-locked" in said(PinRequest("limit", 8 * GIB), CARD)
+    assert "in RAM, nothing page-locked" in said(PinRequest("none"), CARD)
+    assert "page-locked" not in said(PinRequest(), DeviceRoom("cpu", None))
+
+
 def test_a_ring_that_is_cut_is_said() -> None:
     room = DeviceRoom("cpu", 16 * GIB)
     cut = plan(FLASH, MemoryRequest(ram_bytes=120 * GIB, ring_slots=2000), room)

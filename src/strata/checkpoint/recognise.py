@@ -169,7 +169,7 @@ def _recognise_file(path: Path) -> Recognised:
         return _gguf(path)
     if start[:4] in (b"ggml", b"lmgg", b"tjgg"):
         return Recognised(path, Kind.FOREIGN, "is an old GGML file, which is not read")
-    if path.name == MANIFEST_FILE or path.suffix == ".safetensors":
+    if path.suffix == ".safetensors" or (path.parent / MANIFEST_FILE).is_file():
         return Recognised(path, Kind.UNKNOWN, "is one file of a model", f"give its folder: {path.parent}; {READS}")
     if start[:2] in (b"PK", b"\x80\x02", b"\x80\x04") or path.suffix in _PICKLE_SUFFIXES:
         return _pickle(path)

@@ -73,6 +73,7 @@ class ResolvedPlan:
         experts = f"{self.num_slots:,} of {self.shape.total_experts:,} experts in VRAM, {self.num_ram_experts:,} in RAM"
         ring = f"ring {count_of(self.ring_slots, 'slot')} {'borrowed' if self.ring_borrowed else 'reserved'}"
         ring = ring if self.ring_slots else "no ring"
+        experts += self._pin_words()
         totals = f"VRAM {format_bytes(self.vram_bytes)} of {room}"
         totals += f", RAM {format_bytes(self.ram_bytes)} of {format_bytes(self.request.ram_bytes)}"
         return [
@@ -82,6 +83,15 @@ class ResolvedPlan:
             f"  {totals}",
             *(f"  {message}" for message in self.messages),
         ]
+
+    def _pin_words(self) -> str:
+        """How much of the copy in RAM may be page-locked, where something could read it by itself."""
+        if not self.num_ram_experts or (self.device.kind == "cpu" and not self.num_device_slots):
+            return ""
+        if self.pin_limit == 0:
+            return ", nothing page-locked"
+        most = "as much as is granted" if self.pin_limit is None else f"at most {format_bytes(self.pin_limit)}"
+        return f", {most} page-locked"
 
 
 def format_bytes(nbytes: int) -> str:
