@@ -47,7 +47,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 LAYOUT = ExpertLayout(2560, 640, "nvfp4")  # of flash-next
 BLOB_BYTES = LAYOUT.blob_bytes
 NUM_EXPERTS = 64
-TOP_K = 8
+TOP_K = 10  # as flash-next picks
 PIECE = 8 << 20
 
 
