@@ -116,16 +116,16 @@ def _compare(layer: Layer, memory: Layer, numbers: list[int], source: random.Ran
     """How much longer ``layer`` takes than ``memory``, by the number of experts.
 
     Who goes first changes: on a busy machine a layer that follows a wait for the drive is given its processor sooner.
-    A layer from memory follows another one, as the rates of experts in memory were measured: right after one that was
-    read it takes longer (cpu2: 1.36 ms against 0.95), and the difference came out too small by that.
+    Each follows one of its own kind, as in rounds and as the rates of experts in memory were measured: from memory a
+    layer takes longer right after one that was read (cpu2: 1.36 ms against 0.95), and one that is read takes less after
+    one from memory, so the difference came out too small.
     """
     looks: dict[int, tuple[list[float], list[float]]] = {count: ([], []) for count in READS}
     for sweep in range(SWEEPS):
         for count, found in looks.items():
             pair = ((memory, found[0]), (layer, found[1]))
             for each, seconds in pair if sweep % 2 else pair[::-1]:
-                if each is memory:
-                    memory(source.sample(numbers, count))
+                each(source.sample(numbers, count))
                 seconds.append(each(source.sample(numbers, count)))
     return {count: max(0.0, steady_mean(slow) - steady_mean(fast)) for count, (fast, slow) in looks.items()}
 
