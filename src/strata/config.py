@@ -313,7 +313,7 @@ class Requested:
         choice("auto", "off"),
         "experts",
         """How a card's rounds reach the CPU: auto tests the mailbox in shared memory at the start and falls back where
-        it does not work; off: the host hands over the CPU's part of each layer, one graph a layer, slower.""",
+        it does not work; off: the host hands over the CPU's part of each layer between two graphs, slower.""",
         metavar="auto|off",
         variable_only=True,
     )

@@ -189,7 +189,7 @@ class DeviceRounds:
             self._by_hand = True
             logger.warning(
                 "the mailbox between card and CPU does not work here (%s): the host hands over the CPU's part of each "
-                "layer, one graph a layer, which is slower", found.reason,
+                "layer between two graphs, which is slower", found.reason,
             )  # fmt: skip
         else:
             logger.info("mailbox: %.1f us an exchange", found.microseconds)

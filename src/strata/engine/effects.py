@@ -107,7 +107,7 @@ def _sharing_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
     fraction = requested.pcie_frac
     by_rates = "auto: the card reads the link's part of what link and RAM give together, measured while loading"
     reads = by_rates if isinstance(fraction, str) else f"the card reads {100 * fraction:g} %"
-    handed = "the host hands over the CPU's part of each layer, one graph a layer"
+    handed = "the host hands over the CPU's part of each layer between two graphs"
     mailbox = handed if requested.mailbox == "off" else "tested when the model is loaded"
     return [
         *found,

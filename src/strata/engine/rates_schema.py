@@ -21,7 +21,7 @@ __all__ = ["parse_rates"]
 Rate = Annotated[float, Field(ge=1, le=1e18, allow_inf_nan=False)]  # bytes or multiply-adds a second
 Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
 Size = Annotated[int, Field(ge=1, le=1 << 60)]
-Threads = Annotated[int, Field(ge=1, le=256)]  # as --stager-threads takes
+Threads = Annotated[int, Field(ge=1, le=256)]  # as STRATA_STAGER_THREADS takes
 
 RatesOfSizes = Annotated[dict[Size, Annotated[dict[Size, Rate], Field(min_length=1)]], Field(min_length=1)]
 # Costs are read off the line through two sizes.

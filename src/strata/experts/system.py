@@ -47,10 +47,10 @@ __all__ = ["ExpertSystem"]
 
 logger = logging.getLogger(__name__)
 FEWEST_BUFFERS = 16
-MOST_LOAD_THREADS = 16  # a warm load is copying and checking: as many threads as there are processors
-# A read past the page cache zeroes the fresh pages first and only then asks the drive, which must not wait for it: of a
-# sequential read (cpu2) four threads gave 76 %, eight 85, sixteen 92.
-DIRECT_LOAD_THREADS = 16
+# A warm load is copying and checking: as many threads as there are processors, so many at most. A read past the page
+# cache zeroes the fresh pages first and only then asks the drive, which must not wait for it, so it takes them all:
+# of a sequential read (cpu2) four threads gave 76 %, eight 85, sixteen 92.
+MOST_LOAD_THREADS = 16
 CACHED_ENOUGH = 0.5  # a load reads through the page cache when it holds at least this share of the file
 Progress = Callable[[int, int], None]
 
@@ -296,10 +296,8 @@ class ExpertSystem:
 
         self._source.direct = self._source.cached_share(placement.ram or placement.vram) < CACHED_ENOUGH
         if placement.ram:
-            threads = self.plan.request.num_cpus
-            if self._source.direct:
-                threads = DIRECT_LOAD_THREADS
-            loader = Stager(min(MOST_LOAD_THREADS, threads))
+            warm = min(MOST_LOAD_THREADS, self.plan.request.num_cpus)
+            loader = Stager(MOST_LOAD_THREADS if self._source.direct else warm)
             try:
                 fill_ram(self.store, self._source, loader, placement.ram, report)
             finally:

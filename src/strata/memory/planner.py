@@ -322,7 +322,8 @@ def _choose_mode(
         if mode == "budget" and request.budget_bytes is not None:
             wanted = min(complement, request.budget_bytes // stride)
         room = free - beside.of(mode, wanted == total)
-        if wanted == total and room < total * stride and mode == "budget":
+        if mode == "budget" and wanted == total and room < total * stride:
+            # A part of them then; the rest is staged.
             room = free - beside.of(mode, whole=False)
         if mode == "mapped" and room < 0:
             raise _ram_error(request, free - room, -room)

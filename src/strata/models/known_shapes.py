@@ -104,7 +104,7 @@ KNOWN_SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-# The built-in random model's: small enough that four placements of a 2,048-token prompt take seconds on two cores.
+# The built-in random model's: small enough that a few placements of a 2,048-token prompt take seconds on two cores.
 # ``vocab_size`` is the byte tokenizer's, rounded up.
 BUILT_IN_SHAPE: dict[str, Any] = {
     **_QWEN3_COMMON,
