@@ -140,10 +140,12 @@ def test_qwen4_refuses(change: dict[str, Any], words: str) -> None:
 
 def test_qwen4_layer_kinds_in_old_and_new_names() -> None:
     old = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-    new = [*old[:3], "indexed_attention"]
+    newer = [*old[:3], "qwen_sparse_attention"]
+    newest = [*old[:3], "indexed_attention"]
     kinds = ("linear", "linear", "linear", "attention")
     assert read(qwen4(layer_types=old)).layer_kinds == kinds
-    assert read(qwen4(layer_types=new)).layer_kinds == kinds
+    assert read(qwen4(layer_types=newer)).layer_kinds == kinds
+    assert read(qwen4(layer_types=newest)).layer_kinds == kinds
     assert read(qwen4(layer_types=None)).layer_kinds == kinds
     assert read(qwen4(layer_types=None, full_attention_interval=2, ple_layer_ids=[1])).layer_kinds == (
         "linear",

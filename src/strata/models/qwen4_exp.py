@@ -24,10 +24,11 @@ __all__ = ["LayerKind", "NgramConfig", "Qwen4ExpConfig", "build", "read_config",
 
 LayerKind = Literal["linear", "attention"]
 
-# 'full_attention' is what released configs call the layers that newer ones call 'indexed_attention'.
+# One kind under three names: of released configs, of transformers 5.17, and of later ones.
 _LAYER_KINDS: Mapping[str, LayerKind] = {
     "linear_attention": "linear",
     "full_attention": "attention",
+    "qwen_sparse_attention": "attention",
     "indexed_attention": "attention",
 }
 
