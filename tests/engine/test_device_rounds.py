@@ -11,7 +11,7 @@ import torch
 
 from strata.engine.device_rounds import DeviceRounds, RoundGivenUp
 from strata.engine.models import open_model
-from strata.engine.round_profile import profile_prompt, profile_rounds
+from strata.engine.round_profile import CARD_LANE, profile_prompt, profile_rounds
 from strata.engine.runtime import Runtime, _tensors_of, on_device
 from strata.engine.session import Session
 from strata.engine.timeline import Timeline
@@ -361,7 +361,7 @@ def test_a_prompt_and_a_round_are_taken_apart_by_launches(packs: dict[str, Path]
             timeline = Timeline()
             profile(timeline)
             assert [one.name for one in timeline.spans if one.lane == "rounds"] == spans
-            found = [one.name for one in timeline.spans if one.lane == "card"]
+            found = [one.name for one in timeline.spans if one.lane == CARD_LANE]
             assert found[0] == "round.begin"
             assert found[-1] == "round.publish"
             assert abs(len(found) - len(kernels)) < 8  # a prompt's window before the last has no head

@@ -65,10 +65,6 @@ class CUevent_flags(enum.IntEnum):  # noqa: N801
     CU_EVENT_DISABLE_TIMING = 2
 
 
-class CUevent_record_flags(enum.IntEnum):  # noqa: N801
-    CU_EVENT_RECORD_EXTERNAL = 1
-
-
 class CUstreamCaptureMode(enum.IntEnum):
     CU_STREAM_CAPTURE_MODE_RELAXED = 2
 
@@ -86,7 +82,7 @@ class CUdeviceptr(int):
 
 
 ENUMS = (
-    CUresult, CUdevice_attribute, CUfunction_attribute, CUstream_flags, CUevent_flags, CUevent_record_flags,
+    CUresult, CUdevice_attribute, CUfunction_attribute, CUstream_flags, CUevent_flags,
     CUstreamCaptureMode,
     CUmemcpySrcAccessOrder,
 )  # fmt: skip
@@ -120,6 +116,18 @@ class _Stream:
     pending: int = 0  # queries that still find the stream busy
 
 
+class _Stamps:
+    """What the kernels of a module note."""
+
+    def __init__(self) -> None:
+        self.count = ctypes.c_uint32()
+        self.times = (ctypes.c_uint64 * 16)()
+
+    def note(self, nanoseconds: int) -> None:
+        self.times[self.count.value] = nanoseconds
+        self.count.value += 1
+
+
 @dataclass
 class FakeCuda:
     """State of the machine; set it before or while the code under test runs. ``calls`` names every call made."""
@@ -143,6 +151,7 @@ class FakeCuda:
     pinned: dict[int, int] = field(default_factory=dict)
     host_memory: dict[int, Any] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)  # kernels that note no time
     loaded: list[str] = field(default_factory=list)
     live: dict[str, int] = field(default_factory=dict)  # of modules, streams, events, graphs
 
@@ -151,6 +160,8 @@ class FakeCuda:
         self._streams: dict[int, _Stream] = {}
         self._graphs: dict[int, list[Callable[[], None]]] = {}
         self._programs: dict[int, list[bytes]] = {}
+        self._options: dict[int, list[bytes]] = {}
+        self._stamps: dict[int, _Stamps] = {}
         self._clock = 0.0
         self._events: dict[int, tuple[float, CUresult, int]] = {}
 
@@ -336,17 +347,6 @@ class FakeCuda:
         self._events[hEvent] = (self._clock, self._streams[int(hStream)].error, self.busy_queries)
         return (CUresult.CUDA_SUCCESS,)
 
-    def cuEventRecordWithFlags(self, hEvent: int, hStream: int, flags: int) -> Result:
-        assert flags == CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
-        capture = self._streams[int(hStream)].capture
-        assert capture is not None, "an external event is a node of a graph"
-
-        def work() -> None:
-            self.cuEventRecord(hEvent, hStream)
-
-        capture.append(work)
-        return (CUresult.CUDA_SUCCESS,)
-
     def cuEventQuery(self, hEvent: int) -> Result:
         at, error, busy = self._events[hEvent]
         if busy:
@@ -364,6 +364,14 @@ class FakeCuda:
         ctypes.memmove(int(dst), int(src), ByteCount)
         return (CUresult.CUDA_SUCCESS,)
 
+    def cuMemcpyHtoD(self, dstDevice: int, srcHost: int, ByteCount: int) -> Result:
+        ctypes.memmove(int(dstDevice), int(srcHost), ByteCount)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemcpyDtoH(self, dstHost: int, srcDevice: int, ByteCount: int) -> Result:
+        ctypes.memmove(int(dstHost), int(srcDevice), ByteCount)
+        return (CUresult.CUDA_SUCCESS,)
+
     def cuMemcpyBatchAsync(
         self, dsts: list[int], srcs: list[int], sizes: list[int], count: int, attrs: list[CUmemcpyAttributes],
         attrsIdxs: list[int], numAttrs: int, hStream: int,
@@ -379,7 +387,10 @@ class FakeCuda:
     def cuModuleLoadData(self, image: bytes) -> Result:
         if not image.startswith(b"machine code"):
             return CUresult.CUDA_ERROR_INVALID_IMAGE, None
-        return CUresult.CUDA_SUCCESS, self._new("module")
+        handle = self._new("module")
+        if b"STRATA_STAMPED" in image:
+            self._stamps[handle] = _Stamps()
+        return CUresult.CUDA_SUCCESS, handle
 
     def cuModuleUnload(self, hmod: int) -> Result:
         return self._end("module")
@@ -387,7 +398,14 @@ class FakeCuda:
     def cuModuleGetFunction(self, hmod: int, name: bytes) -> Result:
         if name.decode() not in self.kernels:
             return CUresult.CUDA_ERROR_NOT_FOUND, None
-        return CUresult.CUDA_SUCCESS, SimpleNamespace(name=name.decode())
+        return CUresult.CUDA_SUCCESS, SimpleNamespace(name=name.decode(), module=hmod)
+
+    def cuModuleGetGlobal(self, hmod: int, name: bytes) -> Result:
+        if hmod not in self._stamps:
+            return CUresult.CUDA_ERROR_NOT_FOUND, None, None
+        stamps = self._stamps[hmod]
+        values: Any = {b"stamp_count": stamps.count, b"stamps": stamps.times}[name]
+        return CUresult.CUDA_SUCCESS, CUdeviceptr(ctypes.addressof(values)), ctypes.sizeof(values)
 
     def cuFuncLoad(self, function: Any) -> Result:
         self.loaded.append(function.name)
@@ -412,6 +430,9 @@ class FakeCuda:
         grid = (gridDimX, gridDimY, gridDimZ)
 
         def work() -> None:
+            if f.module in self._stamps and f.name not in self.silent:
+                self._clock += 1.0
+                self._stamps[f.module].note(1_000_000 * int(self._clock))
             if kernel.run is None:
                 stream.error = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
             else:
@@ -471,6 +492,7 @@ class FakeCuda:
         if self.compile_log:
             return (nvrtcResult.NVRTC_ERROR_COMPILATION,)
         source, *names = self._programs[prog]
+        self._options[prog] = [one for one in options if b"define" in one]
         self.compiled.append((source, tuple(names), tuple(options)))
         return (nvrtcResult.NVRTC_SUCCESS,)
 
@@ -493,7 +515,7 @@ class FakeCuda:
         return (nvrtcResult.NVRTC_SUCCESS,)
 
     def _image(self, prog: int) -> bytes:
-        return b"machine code of " + self._programs[prog][0][:64]
+        return b"machine code of " + b" ".join([*self._options[prog], self._programs[prog][0][:64]])
 
 
 def _overwrite(target: bytes, content: bytes) -> None:

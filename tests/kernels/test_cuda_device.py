@@ -148,7 +148,7 @@ def test_a_graph_keeps_its_tensors(fake: FakeCuda, machine: CudaMachine) -> None
 
 
 def test_times(fake: FakeCuda, machine: CudaMachine) -> None:
-    """The fake's clock goes on by 1 ms at each event."""
+    """The fake's clock goes on by 1 ms at each event, and at each kernel that notes its time."""
     add_kernel(fake)
     x = torch.zeros(1)
     launches = [Launch("sums.add", (1, 1, 1), 32, 0, (x, 1.0)), Launch("nothing.nothing", (2, 1, 1), 64, 0, ())]
@@ -157,10 +157,19 @@ def test_times(fake: FakeCuda, machine: CudaMachine) -> None:
         ("sums.add", 32, 1000.0),
         ("nothing.nothing", 64, 1000.0),
     ]
+    assert machine.run_timed(launches[:1])[0].microseconds == 1000.0, "what was noted before is forgotten"
     graph = machine.prepare(launches)
     assert machine.time_ms(graph.run, 4) == [1.0] * 4
-    assert x.item() == 6
+    assert x.item() == 7
     assert machine.empty_graph_ms(100) == 1.0
     graph.close()
     del timed
     assert machine.load_ms > 0
+    assert {b"--define-macro=STRATA_STAMPED" in options for _, _, options in fake.compiled} == {True, False}
+
+
+def test_kernels_that_note_no_time_are_not_timed(fake: FakeCuda, machine: CudaMachine) -> None:
+    add_kernel(fake)
+    fake.silent.add("add")
+    with pytest.raises(EngineError, match=r"sums\.cu noted 0 times for 1 launches"):
+        machine.run_timed([Launch("sums.add", (1, 1, 1), 32, 0, (torch.zeros(1), 1.0))])

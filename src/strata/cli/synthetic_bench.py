@@ -173,17 +173,20 @@ def _profile(case: SyntheticCase, folder: Path, requested: Requested) -> None:
 
     found = profile_synthetic(case, requested, PROFILED_ROUNDS)
     said = f"timeline of {found.rounds} rounds", f"timeline of a prompt of {found.prompt_tokens} tokens"
-    _write_timeline(found.decode, folder, f"{case.shape}-decode", said[0], found.rounds, "ms a round")
-    _write_timeline(found.prompt, folder, f"{case.shape}-prompt", said[1], 1, "ms in all")
+    _write_timeline(found.decode, folder, f"{case.shape}-decode", said[0])
+    _write_timeline(found.prompt, folder, f"{case.shape}-prompt", said[1])
 
 
-def _write_timeline(timeline: Timeline, folder: Path, name: str, said: str, over: int, unit: str) -> None:
-    """Trace and picture of ``name``, and where most of the time went, ``over`` so many."""
+def _write_timeline(timeline: Timeline, folder: Path, name: str, said: str) -> None:
+    """Trace and picture of ``name``, and where most of the time went, lane by lane."""
     trace, picture = folder / f"{name}.trace.json", folder / f"{name}.png"
     timeline.write_trace(trace)
-    print(f"{said}: {trace.name}; {unit} by part (spans that hold others count beside them):")
-    for part, seconds in list(timeline.totals().items())[:12]:
-        print(f"  {part:<24}{1e3 * seconds / over:9.3f}")
+    print(f"{said}: {trace.name}")
+    for lane in timeline.lanes():
+        totals, counts = timeline.totals(lane), timeline.counts(lane)
+        print(f"{lane}: {1e3 * sum(totals.values()):.3f} ms, of it")
+        for part, seconds in list(totals.items())[:16]:
+            print(f"  {part:<28}{counts[part]:6,} x {1e6 * seconds / counts[part]:10.1f} us{1e3 * seconds:11.3f} ms")
     try:
         timeline.draw(picture)
         print(f"drawn: {picture.name}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,6 +73,10 @@ class Timeline:
                 sums[one.name] = sums.get(one.name, 0.0) + one.end - one.start
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
+    def counts(self, lane: str) -> Counter[str]:
+        """Spans of a lane by name."""
+        return Counter(one.name for one in self.spans if one.lane == lane)
+
     def lanes(self) -> list[str]:
         """In the order of their first span."""
         return list(dict.fromkeys(one.lane for one in self.spans))
@@ -105,19 +110,25 @@ class Timeline:
         except ImportError as error:
             way = "pip install 'strata-moe[plot]' (or -e '.[plot]' in its folder)"
             raise ConfigError("a picture needs matplotlib, which is not installed", way) from error
-        totals, lanes = self.totals(), self.lanes()
-        colour = {name: f"C{number % COLOURS}" for number, name in enumerate(totals)}
-        first = min((one.start for one in self.spans), default=0.0)
-        figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(11, 3 + 0.5 * len(lanes) + 0.22 * min(16, len(totals))))
-        for row, lane in enumerate(lanes):
-            parts = [one for one in self.spans if one.lane == lane]
-            places = [(1e3 * (one.start - first), 1e3 * (one.end - one.start)) for one in parts]
-            top.broken_barh(places, (row - 0.4, 0.8), facecolors=[colour[one.name] for one in parts])
-        top.set(yticks=range(len(lanes)), yticklabels=lanes, xlabel="ms")
-        shown = list(totals.items())[:16][::-1]
+        lanes = self.lanes()
+        finest = max(lanes, key=lambda lane: len(self.totals(lane)), default="")
+        parts = self.totals(finest)
+        colour = {name: f"C{number % COLOURS}" for number, name in enumerate(self.totals())}
+        heights = [1.0] * len(lanes) + [0.3 + 0.24 * min(16, len(parts))]
+        figure, axes = pyplot.subplots(
+            len(heights), 1, figsize=(11, 1 + 1.2 * sum(heights)), height_ratios=heights, squeeze=False
+        )
+        for lane, row in zip(lanes, axes[:-1, 0], strict=True):
+            spans = [one for one in self.spans if one.lane == lane]
+            first = min(one.start for one in spans)
+            places = [(1e3 * (one.start - first), 1e3 * (one.end - one.start)) for one in spans]
+            row.broken_barh(places, (0, 1), facecolors=[colour[one.name] for one in spans])
+            row.set(yticks=[], ylabel=lane.replace(", ", "\n"), xlabel="ms")
+        bottom = axes[-1, 0]
+        shown = list(parts.items())[:16][::-1]
         bottom.barh([name for name, _ in shown], [1e3 * seconds for _, seconds in shown],
                     color=[colour[name] for name, _ in shown])  # fmt: skip
-        bottom.set(xlabel="ms in all")
+        bottom.set(xlabel=f"ms in all, {finest}")
         figure.tight_layout()
         figure.savefig(path, dpi=120)
         pyplot.close(figure)

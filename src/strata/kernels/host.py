@@ -280,7 +280,7 @@ class HostBackend:
         self.cap_bytes = cap_bytes
         self.faults = faults or HostFaults()
         self._locks: PageLocks = locks or _NoLocks()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # of all that follows: a copy's pages may be locked by a thread of their own
         self._device: dict[int, int] = {}  # address -> bytes of each live buffer
         self._pins: dict[int, int] = {}
         self._unmapped: dict[int, int] = {}  # page-locked, but not addressed by the device
@@ -314,17 +314,15 @@ class HostBackend:
     def allocate_pinned(self, nbytes: int, *, mapped: bool = True) -> tuple[HostBuffer, HostRegistration]:
         self._check_poison()
         if mapped and self.faults.refuse_one_allocation:
-            self._num_refusals += 1
-            raise PinRefused(nbytes, "one allocation of this size is not granted")
+            raise self._refusal(nbytes, "one allocation of this size is not granted")
         self._check_pin_room(nbytes, mapped)
         live = self._pins if mapped else self._unmapped
         buffer = HostBuffer(nbytes, lambda freed: self._forget(live, freed.address))
         try:
             self._locks.lock(buffer.address, nbytes)
-        except PinRefused:
-            self._num_refusals += 1
+        except PinRefused as refused:
             buffer.free()
-            raise
+            raise self._refusal(nbytes, refused.reason) from refused
         with self._lock:
             live[buffer.address] = nbytes
         return buffer, HostRegistration(buffer.address, nbytes, self._unlock)
@@ -334,7 +332,8 @@ class HostBackend:
         assert address % mmap.PAGESIZE == 0, "registration works on whole pages"
         assert nbytes % mmap.PAGESIZE == 0, "registration works on whole pages"
         self._check_poison()
-        number, self._num_registrations = self._num_registrations, self._num_registrations + 1
+        with self._lock:
+            number, self._num_registrations = self._num_registrations, self._num_registrations + 1
         if self._refused_slice and self.faults.poison_after_refusal:
             self._poisoned = True
             self._check_poison()
@@ -407,18 +406,21 @@ class HostBackend:
 
     def _check_pin_room(self, nbytes: int, mapped: bool) -> None:
         limit = self.faults.refuse_after_bytes
-        pinned = sum(self._pins.values())
+        with self._lock:
+            pinned = sum(self._pins.values())
         if mapped and limit is not None and pinned + nbytes > limit:
-            self._num_refusals += 1
-            raise PinRefused(nbytes, f"{pinned} bytes are page-locked, {limit} is the limit")
-        if self.faults.pins_charge_device and nbytes > self._free_bytes():
-            self._num_refusals += 1
-            raise PinRefused(nbytes, f"page-locked bytes count as device memory, {self._free_bytes()} are free")
+            raise self._refusal(nbytes, f"{pinned} bytes are page-locked, {limit} is the limit")
+        if self.faults.pins_charge_device and nbytes > (free := self._free_bytes()):
+            raise self._refusal(nbytes, f"page-locked bytes count as device memory, {free} are free")
 
     def _refuse_slice(self, nbytes: int, reason: str) -> None:
-        self._num_refusals += 1
         self._refused_slice = True
-        raise PinRefused(nbytes, reason)
+        raise self._refusal(nbytes, reason)
+
+    def _refusal(self, nbytes: int, reason: str) -> PinRefused:
+        with self._lock:
+            self._num_refusals += 1
+        return PinRefused(nbytes, reason)
 
     def _check_poison(self) -> None:
         if self._poisoned:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,10 +69,10 @@ class KernelSource:
                 waiting += _includes(headers[header])
         return cls(name, text, dict(sorted(headers.items())))
 
-    def key(self, compiler: str, driver: tuple[int, int], architecture: int) -> str:
+    def key(self, compiler: str, driver: tuple[int, int], architecture: int, defines: Sequence[str] = ()) -> str:
         """SHA-256 of everything that decides the machine code."""
         digest = hashlib.sha256()
-        decides = [compiler, f"{driver[0]}.{driver[1]}", f"sm_{architecture}", *OPTIONS, self.name]
+        decides = [compiler, f"{driver[0]}.{driver[1]}", f"sm_{architecture}", *OPTIONS, *defines, self.name]
         parts = [*(word.encode() for word in decides), self.text]
         for name, text in self.headers.items():
             parts += [name.encode(), text]
@@ -95,12 +96,17 @@ def list_kernels() -> list[str]:
 
 
 def compile_kernels(
-    names: list[str], architecture: int, driver: tuple[int, int], home: Home | None = None
+    names: list[str],
+    architecture: int,
+    driver: tuple[int, int],
+    home: Home | None = None,
+    defines: Sequence[str] = (),
 ) -> dict[str, Compiled]:
     """Machine code by name, from disk where it is there whole; compiled by a few threads otherwise.
 
-    ``driver`` is the CUDA version that the driver serves. Raises ``ConfigError`` where there is no compiler,
-    ``EngineError`` for what does not compile. A folder that cannot be written costs compiling each time, said once.
+    ``driver`` is the CUDA version that the driver serves, ``defines`` are names that the sources ask for. Raises
+    ``ConfigError`` where there is no compiler, ``EngineError`` for what does not compile. A folder that cannot be
+    written costs compiling each time, said once.
     """
     nvrtc = load_nvrtc()
     compiler = compiler_version(nvrtc)
@@ -108,11 +114,11 @@ def compile_kernels(
 
     def get(name: str) -> Compiled:
         source = KernelSource.read(name)
-        path = folder / f"{name}-sm{architecture}-{source.key(compiler, driver, architecture)[:32]}.cubin"
+        path = folder / f"{name}-sm{architecture}-{source.key(compiler, driver, architecture, defines)[:32]}.cubin"
         image = _read_kept(path)
         if image is not None:
             return Compiled(name, image, "kept")
-        image = compile_source(source, architecture, nvrtc)
+        image = compile_source(source, architecture, nvrtc, defines)
         _keep(path, image)
         return Compiled(name, image, "compiled")
 
@@ -129,7 +135,9 @@ def compiler_version(nvrtc: Any) -> str:
     return f"nvrtc {major}.{minor}"
 
 
-def compile_source(source: KernelSource, architecture: int, nvrtc: Any | None = None) -> bytes:
+def compile_source(
+    source: KernelSource, architecture: int, nvrtc: Any | None = None, defines: Sequence[str] = ()
+) -> bytes:
     """Machine code for ``sm_<architecture>``. Raises ``EngineError`` with the compiler's first complaint."""
     nvrtc = nvrtc or load_nvrtc()
 
@@ -145,6 +153,7 @@ def compile_source(source: KernelSource, architecture: int, nvrtc: Any | None = 
         nvrtc.nvrtcCreateProgram(source.text, f"{source.name}.cu".encode(), len(names), texts, names), "reading"
     )
     options = [f"--gpu-architecture=sm_{architecture}".encode(), *(option.encode() for option in OPTIONS)]
+    options += [f"--define-macro={name}".encode() for name in defines]
     try:
         status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
         if int(status) != 0:

@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from strata.errors import EngineError
 from strata.kernels.cuda.compile import compile_kernels
@@ -25,6 +27,7 @@ __all__ = ["CapturedGraph", "CudaMachine", "Mark", "TimedLaunch", "pack_argument
 
 PLAIN_SHARED = 48 << 10  # bytes of dynamic shared memory that a block gets without asking
 EMPTY_GRAPH_RUNS = 20
+MOST_STAMPS = 1 << 12  # of a file: device.h
 # Launches that may overlap (programmatic dependent launch): cards that can, and files whose kernels all wait by
 # themselves for what the launch before has written (``device.h``: wait_for_previous).
 OVERLAP_ARCHITECTURE = 90
@@ -103,8 +106,11 @@ class CudaMachine:
     ``stream`` is a CUstream as an integer, ``torch_stream`` the same for ``torch.cuda.stream(...)``. Close once.
     """
 
-    def __init__(self, context: CudaContext, home: Home | None = None) -> None:
+    def __init__(self, context: CudaContext, home: Home | None = None, *, stamped: bool = False) -> None:
+        """``stamped``: kernels note when they begin, for ``run_timed`` of another machine."""
         self.context = context
+        self._defines = ("STRATA_STAMPED",) if stamped else ()
+        self._stamped: CudaMachine | None = None
         self.device = torch.device("cuda", context.card.index)
         self.multiprocessors = context.card.multiprocessors
         self.cache_bytes = context.card.cache_bytes
@@ -132,7 +138,7 @@ class CudaMachine:
             return
         began = time.perf_counter()
         card, driver = self.context.card, self.context.driver
-        compiled = compile_kernels(missing, card.architecture, card.cuda, self._home)
+        compiled = compile_kernels(missing, card.architecture, card.cuda, self._home, self._defines)
         self.context.use()
         for name, one in compiled.items():
             self._modules[name] = ask(driver.cuModuleLoadData(one.image), f"loading {name}.cu")
@@ -153,18 +159,15 @@ class CudaMachine:
     def prepare(self, launches: list[Launch]) -> CapturedGraph:
         """Loads every kernel and captures the launches, in order, as one graph. Raises ``EngineError``."""
         self._ready(launches)
-        return self._capture(launches, lambda _: None)
+        return self._capture(launches)
 
-    def _capture(self, launches: list[Launch], after: Callable[[int], None]) -> CapturedGraph:
-        """``after`` is called with 0 before the first launch and with n after the n-th, and may enqueue more."""
+    def _capture(self, launches: list[Launch]) -> CapturedGraph:
         driver = self.context.driver
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         ask(driver.cuStreamBeginCapture(self._stream, mode), "beginning a graph")
         try:
-            after(0)
-            for number, launch in enumerate(launches, 1):
+            for launch in launches:
                 self._launch(launch)
-                after(number)
         except BaseException:
             _, unfinished = driver.cuStreamEndCapture(self._stream)
             if unfinished is not None and int(unfinished):
@@ -187,33 +190,59 @@ class CudaMachine:
             self._launch(launch)
 
     def run_timed(self, launches: list[Launch]) -> list[TimedLaunch]:
-        """Runs the launches once as a graph with an event between each two, and waits: where a round spends its time.
+        """Runs the launches once and waits: where a round spends its time, while launches overlap as they do in rounds.
 
-        In a graph, because launching one kernel takes the host longer than most of a round's kernels run. Launches do
-        not overlap here, and each holds an event's own time.
+        A machine of its own has the same kernels, of which one block notes the card's clock when what it waits for is
+        complete; a launch's time goes from there to the next one's. Raises ``EngineError`` where a kernel notes none.
         """
-        self._ready(launches)
-        driver, overlaps = self.context.driver, self.overlaps
-        external = int(driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL)
-        marks = [Mark(self, ask(driver.cuEventCreate(0), "making an event")) for _ in range(len(launches) + 1)]
+        if self._stamped is None:
+            self._stamped = CudaMachine(self.context, self._home, stamped=True)
+        self.synchronize()
+        return self._stamped._time_once(launches)
 
-        def record(number: int) -> None:
-            ask(driver.cuEventRecordWithFlags(marks[number].handle, self._stream, external), "recording an event")
-
-        self.overlaps = False
+    def _time_once(self, launches: list[Launch]) -> list[TimedLaunch]:
+        graph = self.prepare([*launches, Launch("nothing.nothing", (1, 1, 1), 32, 0, ())])
         try:
-            graph = self._capture(launches, record)
-        finally:
-            self.overlaps = overlaps
-        try:
+            logs = {name: self._find_stamps(name) for name in self._modules}
+            for count, _ in logs.values():
+                self._copy_to(count, np.zeros(1, np.uint32))
             graph.run()
             self.synchronize()
+            read = {name: self._read_stamps(*log) for name, log in logs.items()}
         finally:
             graph.close()
+        files = [launch.kernel.partition(".")[0] for launch in launches]
+        for name, stamps in read.items():
+            if len(stamps) != files.count(name) + (name == "nothing"):
+                raise EngineError(f"{name}.cu noted {len(stamps)} times for {files.count(name)} launches")
+        stamps_of = {name: iter(stamps.tolist()) for name, stamps in read.items()}
+        times = [next(stamps_of[name]) for name in [*files, "nothing"]]
         return [
-            TimedLaunch(launch.kernel, launch.grid, launch.block, before.milliseconds_until(after) * 1000)
-            for launch, (before, after) in zip(launches, pairwise(marks), strict=True)
+            TimedLaunch(launch.kernel, launch.grid, launch.block, (after - before) / 1000)
+            for launch, (before, after) in zip(launches, pairwise(times), strict=True)
         ]
+
+    def _find_stamps(self, name: str) -> tuple[int, int]:
+        """Addresses of a file's count and of its times (``device.h``: STRATA_STAMPED)."""
+        driver, found = self.context.driver, []
+        for symbol in (b"stamp_count", b"stamps"):
+            found.append(ask(driver.cuModuleGetGlobal(self._modules[name], symbol), f"finding what {name}.cu notes"))
+        return int(found[0][0]), int(found[1][0])
+
+    def _read_stamps(self, count: int, stamps: int) -> NDArray[np.uint64]:
+        """Nanoseconds, in the order in which they were noted."""
+        number = np.zeros(1, np.uint32)
+        self._copy_from(count, number)
+        times = np.zeros(min(int(number[0]), MOST_STAMPS), np.uint64)
+        if times.size:
+            self._copy_from(stamps, times)
+        return times
+
+    def _copy_to(self, address: int, values: NDArray[Any]) -> None:
+        ask(self.context.driver.cuMemcpyHtoD(address, values.ctypes.data, values.nbytes), "writing to the card")
+
+    def _copy_from(self, address: int, values: NDArray[Any]) -> None:
+        ask(self.context.driver.cuMemcpyDtoH(values.ctypes.data, address, values.nbytes), "reading from the card")
 
     def mark(self) -> Mark:
         """A timed point of the stream, after everything enqueued so far."""
@@ -250,6 +279,9 @@ class CudaMachine:
 
     def close(self) -> None:
         """Waits for what runs, then lets stream and modules go; graphs must be closed. May be called twice."""
+        if self._stamped is not None:
+            self._stamped.close()
+            self._stamped = None
         if self._stream is None:
             return
         driver, stream = self.context.driver, self._stream

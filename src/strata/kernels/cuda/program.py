@@ -164,7 +164,7 @@ class RoundInputs:
 
 @dataclass(frozen=True)
 class TimedLaunch:
-    """One launch of ``run_timed``: microseconds between events around it, so its own start-up is counted."""
+    """One launch of ``run_timed``: microseconds from what it waits for being complete to the next one's."""
 
     kernel: str
     grid: tuple[int, int, int]
