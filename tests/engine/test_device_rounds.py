@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from strata.engine.dense_block import on_device, take_block, tensors_of
 from strata.engine.device_rounds import DeviceRounds, RoundGivenUp
 from strata.engine.models import open_model
 from strata.engine.round_profile import CARD_LANE, profile_prompt, profile_rounds
-from strata.engine.runtime import Runtime, _tensors_of, on_device
+from strata.engine.runtime import Runtime
 from strata.engine.session import Session
 from strata.engine.timeline import Timeline
 from strata.errors import CheckpointError, EngineError
@@ -136,12 +137,12 @@ def test_dense_weights_lie_in_one_block_of_their_own_size(packs: dict[str, Path]
     opened = open_model(str(packs["default"]))
     try:
         weights = opened.dense(None)
-        moved = on_device(weights, EmulatedDevice())
+        moved = on_device(weights, take_block(opened.reader, EmulatedDevice()))
         blocks, sizes = set(), []
         for name, weight in weights.items():
             other = moved[name]
             assert type(other) is type(weight)
-            for before, after in zip(_tensors_of(weight), _tensors_of(other), strict=True):
+            for before, after in zip(tensors_of(weight), tensors_of(other), strict=True):
                 assert torch.equal(before, after)
                 assert before.dtype == after.dtype
                 assert after.is_contiguous()

@@ -152,7 +152,11 @@ def test_ready_is_measured_in_a_process_of_its_own(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("STRATA_HOME", str(tmp_path))
     case = SyntheticCase("tiny-attention", 1, SyntheticWeights())
     run = probe_ready(case, requested())
-    assert 0 < run.imports < run.ready < run.first_round
+    assert 0 < run.torch < run.imports < run.ready < run.first_round
+    assert [stage.name for stage in run.stages][:2] == ["probe", "card"]
+    assert all(0 <= stage.begin <= stage.end <= run.load for stage in run.stages)
+    assert run.lines()[1].startswith(f"seconds: import of torch {run.torch:.2f}; of the load probe ")
+    assert run.as_details()["ready_stages"].keys() >= {"dense weights", "page-locking", "experts into RAM", "slots"}  # type: ignore[attr-defined]
     assert run.held == 64 * 28672
     assert run.read == 0
     assert not run.on_card

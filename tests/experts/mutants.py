@@ -15,7 +15,12 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/experts", "tests/faults/test_memory_faults.py", "tests/memory/test_page_lock.py")
+TESTS = (
+    "tests/experts",
+    "tests/faults/test_memory_faults.py",
+    "tests/memory/test_page_lock.py",
+    "tests/memory/test_locking.py",
+)
 
 # (file below src/strata, what stands there, what the mutant says)
 MUTANTS: tuple[tuple[str, str, str], ...] = (
@@ -125,15 +130,30 @@ MUTANTS: tuple[tuple[str, str, str], ...] = (
         "            slots.admit(expert, slot)\n        self._store.version += 1\n",
         "            slots.admit(expert, slot)\n",
     ),
-    ("memory/page_lock.py", "first = -(-part.offset // stride)", "first = part.offset // stride"),
-    ("memory/page_lock.py", "(part.offset + part.nbytes) // stride)", "-(-(part.offset + part.nbytes) // stride))"),
+    ("memory/locked_memory.py", "first = -(-part.offset // self.stride)", "first = part.offset // self.stride"),
+    (
+        "memory/locked_memory.py",
+        "(part.offset + part.nbytes) // self.stride)",
+        "-(-(part.offset + part.nbytes) // self.stride))",
+    ),
     ("memory/page_lock.py", "if start == first else start * stride // page * page", "if True else 0"),
     (
         "memory/page_lock.py",
-        "len(granted), len(cuts), refusal)\n            break",
-        "len(granted), len(cuts), refusal)\n            continue",
+        "self.num_cuts, refusal)\n                    break",
+        "self.num_cuts, refusal)\n                    continue",
     ),
-    ("memory/page_lock.py", "        part.registration.unregister()\n", "        pass\n"),
+    ("memory/locked_memory.py", "            part.registration.unregister()\n", "            pass\n"),
+    ("memory/locked_memory.py", "min(self.num_places, offset // self.stride)", "self.num_places"),
+    ("memory/locked_memory.py", "        self._closing.set()\n        self._join()\n", ""),
+    ("memory/locked_memory.py", "                    self._error = error\n", "                    pass\n"),
+    ("memory/page_lock.py", "                touching.wait(number)\n", ""),
+    (
+        "memory/page_lock.py",
+        "                memory.open_below(offset)\n",
+        "                memory.open_below(offset + nbytes)\n",
+    ),
+    ("memory/touching.py", "self._pool.shutdown(cancel_futures=True)", "self._pool.shutdown(wait=False)"),
+    ("experts/loader.py", "                open_places = store.memory.wait_for(place)\n", "                pass\n"),
 )
 
 

@@ -99,8 +99,7 @@ def _ready(case: SyntheticCase, words: SyntheticWords, requested: Requested) -> 
     details = {
         "ready_from": "weights computed in place, nothing read from a drive",
         "ready_filled_gb": round((runs[0].held + runs[0].dense) / 1e9, 2),
-        "ready_memory": runs[-1].details,
-    }
+    } | runs[-1].as_details()
     return _record(case, words, requested, "ready", figures, details, on_card=runs[0].on_card)
 
 
@@ -122,8 +121,8 @@ def bench_ready(requested: Requested, runs: int) -> Record:
     figures = ready_figures(found, drive, vram_gib=requested.vram_gib, kv=str(requested.kv))
     details = {
         "ready_from": "files, the page cache dropped before each run", "ready_read_gb": round(read / 1e9, 2),
-        "drive_gb_per_s": round(drive / 1e9, 2), "ready_memory": found[-1].details,
-    }  # fmt: skip
+        "drive_gb_per_s": round(drive / 1e9, 2),
+    } | found[-1].as_details()  # fmt: skip
     return Record("strata bench ready MODEL", machine() | details, figures)
 
 

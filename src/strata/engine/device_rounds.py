@@ -33,6 +33,7 @@ from strata.kernels.cuda.program import (
     Runnable,
 )
 from strata.kvcache.device_state import DeviceState
+from strata.stages import Stages
 
 if TYPE_CHECKING:
     from strata.engine.cancellation import Cancellation
@@ -88,12 +89,15 @@ class DeviceRounds:
         kv: KvFormat,
         *,
         by_hand: bool = False,
+        stages: Stages | None = None,
     ) -> None:
-        """``by_hand``: the host hands each layer's CPU part over, without asking whether the mailbox works."""
+        """``by_hand``: the host hands each layer's CPU part over, without asking whether the mailbox works.
+        ``stages`` of the load that these are a part of."""
         config, device = model.config, machine.device
         self._model, self._experts, self._layout, self._machine = model, experts, layout, machine
         self._top_k, self._vocabulary = config.top_k, config.vocabulary
         self._by_hand = by_hand
+        self._stages = stages or Stages()
         self.mailbox_check: MailboxCheck | None = None
         self._ticket = 0
         self._rounds: dict[tuple[int, Answer], _Round] = {}
@@ -127,13 +131,15 @@ class DeviceRounds:
     def prepare(self, windows: Sequence[int] = (1, MAX_WINDOW)) -> None:
         """Tests the mailbox, then records, loads and captures these window sizes, so that no round waits for it."""
         if self.mailbox_check is None and not self._by_hand:
-            self.mailbox_check = self._check_mailbox()
-        for rows in sorted(windows, reverse=True):
-            self._round(rows, "logits")
-        if 1 in windows:
-            self._round(1, "best")
-        if MAX_WINDOW in windows:
-            self._round(MAX_WINDOW, "none")
+            with self._stages.of("test of the mailbox"):
+                self.mailbox_check = self._check_mailbox()
+        with self._stages.of("rounds recorded"):
+            for rows in sorted(windows, reverse=True):
+                self._round(rows, "logits")
+            if 1 in windows:
+                self._round(1, "best")
+            if MAX_WINDOW in windows:
+                self._round(MAX_WINDOW, "none")
 
     def new_sequence(self) -> DeviceSequence:
         """An empty sequence; the one before, if any, is not alive any more."""

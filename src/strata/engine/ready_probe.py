@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strata.errors import EngineError
+from strata.stages import Stage, format_stages
 
 if TYPE_CHECKING:
     from strata.benchmark_record import Figure
@@ -38,10 +39,12 @@ _PROGRAM = "from strata.engine.ready_probe import main; main()"
 class ReadyRun:
     """Seconds since the process was started: when imports were done, when the first round was possible, when it was
     done; ``load``: of them those of planning, taking memory and filling it. ``held``: bytes of experts that were
-    filled; ``dense``: of dense weights; ``read``: bytes read from files, 0 where weights are computed. ``memory``: what
-    was taken, as lines and as a record's details (``memory_use``)."""
+    filled; ``dense``: of dense weights; ``read``: bytes read from files, 0 where weights are computed. ``torch``: of
+    the imports that of torch. ``stages``: of the load. ``memory``: what was taken, as lines and as a record's details
+    (``memory_use``)."""
 
     imports: float
+    torch: float
     ready: float
     first_round: float
     load: float
@@ -49,6 +52,7 @@ class ReadyRun:
     dense: float
     read: float
     on_card: bool
+    stages: tuple[Stage, ...]
     memory: tuple[str, ...]
     details: Mapping[str, float]
 
@@ -57,7 +61,13 @@ class ReadyRun:
             f"{self.read / GIGA:.1f} GB read" if self.read else f"{(self.held + self.dense) / GIGA:.1f} GB computed"
         )
         said = f"ready in {self.ready:.2f} s, of which imports {self.imports:.2f} s and the load {self.load:.2f} s"
-        return [f"{said}; first round done at {self.first_round:.2f} s; {source}", *self.memory]
+        stages = f"seconds: import of torch {self.torch:.2f}; of the load {format_stages(self.stages)}"
+        return [f"{said}; first round done at {self.first_round:.2f} s; {source}", stages, *self.memory]
+
+    def as_details(self) -> dict[str, object]:
+        """For a record: the import of torch, and begin and end of each stage in seconds since the load began."""
+        spans = {stage.name: [round(stage.begin, 3), round(stage.end, 3)] for stage in self.stages}
+        return {"ready_torch_s": round(self.torch, 3), "ready_stages": spans, "ready_memory": self.details}
 
 
 def probe_ready(case: SyntheticCase | None, requested: Requested) -> ReadyRun:
@@ -79,7 +89,8 @@ def probe_ready(case: SyntheticCase | None, requested: Requested) -> ReadyRun:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise EngineError(f"the process that was to get ready ended with {done.returncode}: {last}")
     found = json.loads(lines[-1])
-    return ReadyRun(**(found | {"memory": tuple(found["memory"])}))
+    stages = tuple(Stage(*one) for one in found["stages"])
+    return ReadyRun(**(found | {"memory": tuple(found["memory"]), "stages": stages}))
 
 
 def ready_figures(runs: Sequence[ReadyRun], drive: float | None = None, **facts: object) -> dict[str, Figure]:
@@ -121,6 +132,10 @@ def _plain(value: object) -> object:
 def main() -> None:
     """The child's whole run; its last line is a ``ReadyRun``."""
     words: Mapping[str, object] = json.loads(sys.argv[1])
+    before = time.perf_counter()
+    import torch  # noqa: F401 - first, to be timed apart from all else
+
+    torch_seconds = time.perf_counter() - before
     from strata.config_sources import resolve_here
     from strata.engine.runtime import Runtime
     from strata.engine.session import Session
@@ -141,8 +156,8 @@ def main() -> None:
         dense = model.reader.dense_bytes
         read = found.experts.loaded_bytes + dense if "shape" not in words else 0
         run = ReadyRun(
-            imports, ready, first_round, found.ready_seconds, held, dense, read, runtime.rounds is not None,
-            tuple(use.lines()), use.as_details(),
+            imports, torch_seconds, ready, first_round, found.ready_seconds, held, dense, read,
+            runtime.rounds is not None, runtime.stages, tuple(use.lines()), use.as_details(),
         )  # fmt: skip
         runtime.close()
     print(json.dumps(vars(run)))

@@ -10,24 +10,23 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import torch
 
 from strata.checkpoint.pack_writer import Progress
 from strata.config import Requested
 from strata.config_sources import Effect
+from strata.engine.dense_block import on_device
 from strata.engine.devices import (
     RoundDevice,
     card_room,
     choose_card,
     give_back_tensors,
-    hold_to_plan,
     named_refusals,
     open_device,
 )
 from strata.engine.link_share import choose_link_share
+from strata.engine.load_memory import LoadMemory, take_memory
 from strata.engine.memory_use import MemoryUse, measure_use
 from strata.engine.models import OpenModel
 from strata.engine.planning import (
@@ -39,34 +38,30 @@ from strata.engine.planning import (
 )
 from strata.engine.sequence import HostSequence, TokenSequence
 from strata.engine.shape import model_shape
-from strata.experts.profile import read_profile
-from strata.experts.source import BlobPlace
 from strata.experts.statistics import ExpertStatistics
 from strata.experts.system import ExpertSystem
 from strata.kernels.cpu import pool
 from strata.kernels.cpu.experts import ExpertKernel
 from strata.kernels.cpu.library import isa
 from strata.kernels.cpu.ops import CpuOps
-from strata.kernels.host import HostBackend, HostFaults, PageLocks
-from strata.kernels.ops import Matrix
+from strata.kernels.host import HostFaults, PageLocks
 from strata.memory import planner
 from strata.memory.page_lock import SYSTEM_LOCKS
 from strata.memory.planner import format_bytes
 from strata.memory.probe import Machine, probe_machine
+from strata.stages import Stage, Stages, format_stages
 from strata.words import count_of
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from strata.checkpoint.pack_reader import PackReader
     from strata.engine.device_rounds import DeviceRounds
     from strata.experts.injection import FaultInjection
     from strata.kernels.backend import Backend
     from strata.kernels.cuda.card_rates import CardRates
     from strata.kernels.ops import ExpertExecutor
     from strata.kvcache.attention_cache import KvFormat
-    from strata.layers.ngram import NgramTable
     from strata.memory.planner import ResolvedPlan
     from strata.models.family import Model, Weights
 
@@ -75,7 +70,6 @@ __all__ = ["Runtime", "RuntimeStatistics", "make_plan"]
 logger = logging.getLogger(__name__)
 
 WAITING_THREADS = 1  # look for a card's answer all the time that a round takes
-_ALIGNMENT = 512  # bytes between weights on a card, as torch's own allocations have
 
 
 @dataclass(frozen=True)
@@ -132,6 +126,7 @@ class Runtime:
         threads: int,
         ready_seconds: float,
         name: str,
+        stages: tuple[Stage, ...],
         rounds: DeviceRounds | None = None,
     ) -> None:
         self.model = model
@@ -139,6 +134,7 @@ class Runtime:
         self.ops = CpuOps()
         self.kv = kv
         self.rounds = rounds
+        self.stages = stages
         self.vocabulary = model.config.vocabulary
         self._system = experts
         self._device = device
@@ -163,41 +159,46 @@ class Runtime:
         """Plans, takes the memory, loads. ``faults``, ``injection``, ``device`` and ``locks`` (None: without a card
         page-locking is counted and not done) are for ``strata verify`` and tests; a ``device`` given stays the
         caller's to close."""
-        began = time.perf_counter()
-        machine = probe(requested)
+        stages = Stages()
         with ExitStack() as owned:
-            if device is None and (card := choose_card(requested, machine)) is not None:
-                opened_card = open_device(requested, card)
-                owned.callback(opened_card.close)
-                device = opened_card
-            plan = make_plan(opened, requested, machine, device)
+            with stages.of("probe"):
+                machine = probe(requested)
+            with stages.of("card"):
+                if device is None and (card := choose_card(requested, machine)) is not None:
+                    opened_card = open_device(requested, card)
+                    owned.callback(opened_card.close)
+                    device = opened_card
+            with stages.of("plan"):
+                plan = make_plan(opened, requested, machine, device)
             for line in plan.lines():
                 logger.debug(line)
             asked = None if isinstance(requested.threads, str) else requested.threads
             threads = pool.configure(asked, busy=0 if device is None else WAITING_THREADS)
-            link_share = choose_link_share(requested, device)  # before memory is taken: measuring needs some
-            weights: Weights = opened.dense(on_progress)
-            if device is None:
-                # The device holds the slots and nothing else here, so its cap is exactly what the plan gives them.
-                cap = planner.whole_pages(plan.num_device_slots * plan.stride)
-                backend: Backend = HostBackend(cap, faults, locks)
-                owned.callback(backend.close)
-            else:
-                owned.callback(hold_to_plan(device, plan))
-                with named_refusals(device, "the dense weights"):
-                    backend, weights = device.backend, on_device(weights, device)
+            with stages.of("link share"):  # before memory is taken: measuring needs some
+                link_share = choose_link_share(requested, device)
+            with stages.of("memory"):
+                memory = take_memory(opened, requested, plan, device, owned, faults, locks)
+            backend = memory.backend
+            with stages.of("dense weights"):
+                weights: Weights = opened.dense(on_progress)
+            if memory.block is not None:
+                with stages.of("dense weights onto the card"):
+                    weights = on_device(weights, memory.block)
             model = opened.family.build(opened.config, weights)
-            experts = cls._open_experts(opened, requested, plan, backend, link_share, injection, on_progress)
+            experts = cls._open_experts(opened, requested, plan, memory, link_share, injection, on_progress, stages)
             owned.callback(experts.close)
             rounds = None
             if device is not None:
                 with named_refusals(device, "the state and buffers of rounds"):
-                    rounds = cls._open_rounds(opened, requested, plan, model, experts, device)
+                    rounds = cls._open_rounds(opened, requested, plan, model, experts, device, stages)
                 owned.callback(rounds.close)
-            ready = time.perf_counter() - began
+            ready = time.perf_counter() - stages.began
+            logger.debug("stages: %s", format_stages(stages.in_order()))
             logger.info("ready in %.2f s", ready)
             kv = kv_format(requested)
-            runtime = cls(model, plan, experts, device, backend, kv, threads, ready, opened.name, rounds)
+            runtime = cls(
+                model, plan, experts, device, backend, kv, threads, ready, opened.name, stages.in_order(), rounds
+            )
             runtime._owned = owned.pop_all()
             return runtime
 
@@ -206,26 +207,27 @@ class Runtime:
         opened: OpenModel,
         requested: Requested,
         plan: ResolvedPlan,
-        backend: Backend,
+        memory: LoadMemory,
         link_share: float,
         injection: FaultInjection | None,
         on_progress: Progress | None,
+        stages: Stages,
     ) -> ExpertSystem:
         layout = opened.reader.layout
         assert layout is not None, "a family without routed experts is not served"
         tell = (lambda done, total: on_progress("experts", done, total)) if on_progress else None
-        file = PackExperts(opened.reader)
-        profile = read_profile(opened.reader.folder, file.num_layers, file.num_experts)
         return ExpertSystem.open(
             plan,
-            file,
+            memory.file,
             ExpertKernel(layout),
-            backend,
-            heat=None if profile is None else profile.heat(requested.adapt_every),
+            memory.backend,
+            heat=memory.heat,
             pcie_fraction=link_share,
             pcie_balance=requested.pcie_balance,
             injection=injection,
             progress=tell,
+            taken=memory.experts,
+            stages=stages,
         )
 
     @staticmethod
@@ -236,16 +238,18 @@ class Runtime:
         model: Model,
         experts: ExpertSystem,
         device: RoundDevice,
+        stages: Stages,
     ) -> DeviceRounds:
         from strata.engine.device_rounds import DeviceRounds
 
         layout = opened.reader.layout
         assert layout is not None
         context = plan.request.max_context
-        rounds = DeviceRounds(
-            model, experts, layout, device.machine, device.backend, context, kv_format(requested),
-            by_hand=requested.mailbox == "off",
-        )  # fmt: skip
+        with stages.of("state of rounds"):
+            rounds = DeviceRounds(
+                model, experts, layout, device.machine, device.backend, context, kv_format(requested),
+                by_hand=requested.mailbox == "off", stages=stages,
+            )  # fmt: skip
         try:
             rounds.prepare()
         except BaseException:
@@ -343,48 +347,3 @@ class Runtime:
             f"{format_bytes(shape.dense_bytes)} dense, {card}{threads} ({isa()}), RAM mode {plan.mode}, "
             f"{plan.num_slots:,} slots, context {self.max_context:,}"
         )
-
-
-def on_device(weights: Weights, device: RoundDevice) -> Weights:
-    """The dense weights in the device's memory; tables that rows are gathered from stay where they are.
-
-    All in one block, because torch rounds each allocation up: by 0.2 GiB for a model of some hundred matrices, which no
-    plan would know.
-    """
-    tensors = [tensor for weight in weights.values() for tensor in _tensors_of(weight)]
-    total = sum(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
-    block, end = torch.empty(total, dtype=torch.uint8, device=device.machine.device), 0
-
-    def put(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal end
-        start, end = end, end + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-    def move(weight: Matrix | torch.Tensor | NgramTable) -> Matrix | torch.Tensor | NgramTable:
-        if isinstance(weight, Matrix):
-            return replace(weight, data=put(weight.data), scales=None if weight.scales is None else put(weight.scales))
-        return put(weight) if isinstance(weight, torch.Tensor) else weight
-
-    return {name: move(weight) for name, weight in weights.items()}
-
-
-def _tensors_of(weight: Matrix | torch.Tensor | NgramTable) -> list[torch.Tensor]:
-    if isinstance(weight, Matrix):
-        return [weight.data] if weight.scales is None else [weight.data, weight.scales]
-    return [weight] if isinstance(weight, torch.Tensor) else []
-
-
-class PackExperts:
-    """A pack's routed experts as the expert system asks for them (``experts.source.ExpertFile``)."""
-
-    def __init__(self, reader: PackReader) -> None:
-        assert reader.layout is not None, "the pack has experts"
-        self._reader = reader
-        self.num_layers = len(reader.expert_layers)
-        self.num_experts = reader.num_experts
-        self.blob_bytes = reader.layout.blob_bytes
-        self.scales = reader.tensor_scales.numpy()
-
-    def place(self, layer: int, expert: int) -> BlobPlace:
-        where = self._reader.expert_location(self._reader.expert_layers[layer], expert)
-        return BlobPlace(where.path, where.offset, where.nbytes, where.checksum, where.recipe)

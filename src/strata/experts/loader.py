@@ -23,13 +23,19 @@ Progress = Callable[[int], None]
 def fill_ram(
     store: ExpertStore, source: ExpertSource, stager: Stager, experts: Sequence[int], progress: Progress | None
 ) -> None:
-    """Reads ``experts`` (flat numbers, in file order) into places 0, 1, ... ``progress`` gets bytes as they arrive.
+    """Reads ``experts`` (flat numbers, in file order) into places 0, 1, ..., each as soon as the page-locking of the
+    copy has let it through. ``progress`` gets bytes as they arrive.
 
-    Raises the named error of the first read that failed; reads under way are finished before that.
+    Raises the named error of the first read that failed, or what ended the page-locking; reads under way are finished
+    before that.
     """
+    assert store.memory is not None, "there is a copy to fill"
     reading: deque[tuple[int, int, int]] = deque()  # (expert, place, ticket)
+    open_places = 0
     try:
         for place, expert in enumerate(experts):
+            if place >= open_places:
+                open_places = store.memory.wait_for(place)
             if len(reading) == READS_IN_FLIGHT:
                 _settle(store, stager, reading, source, progress)
             layer, number = divmod(expert, store.num_experts)

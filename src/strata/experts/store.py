@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from strata.experts.slots import NOBODY, SlotCache
 from strata.experts.tiers import Location, Tier
 from strata.kernels.cpu.picks import Placements
-from strata.memory.page_lock import LockedMemory
+from strata.memory.locked_memory import LockedMemory
 from strata.memory.system import system
 
 __all__ = ["ExpertStore", "Found"]

@@ -27,12 +27,13 @@ from strata.experts.statistics import ExpertStatistics
 from strata.experts.store import ExpertStore
 from strata.experts.swaps import SwapEngine
 from strata.experts.taking import (
+    FEWEST_BUFFERS,
     Placement,
+    TakenMemory,
     size_staging,
     synchronize_quietly,
     take_buffers,
-    take_ram,
-    take_slots,
+    take_experts,
     warn_of_little_memory,
 )
 from strata.experts.tiers import Tier
@@ -41,12 +42,12 @@ from strata.kernels.cpu.stager import Stager
 from strata.memory.planner import ResolvedPlan, format_bytes
 from strata.memory.system import system
 from strata.quant.layout import ExpertLayout
+from strata.stages import Stages
 from strata.words import count_of
 
 __all__ = ["ExpertSystem"]
 
 logger = logging.getLogger(__name__)
-FEWEST_BUFFERS = 16
 # A warm load is copying and checking: as many threads as there are processors, so many at most. A read past the page
 # cache zeroes the fresh pages first and only then asks the drive, which must not wait for it, so it takes them all:
 # of a sequential read (cpu2) four threads gave 76 %, eight 85, sixteen 92.
@@ -127,25 +128,34 @@ class ExpertSystem:
         pcie_balance: bool = True,
         injection: FaultInjection | None = None,
         progress: Progress | None = None,
+        taken: TakenMemory | None = None,
+        stages: Stages | None = None,
     ) -> ExpertSystem:
-        """Takes the planned memory and fills it. ``heat`` [layers, experts] ranks experts (a profile); None: all equal.
+        """Takes the planned memory, or takes over what was ``taken`` with this ``heat``, and fills it: the copy in RAM
+        while it is page-locked. ``heat`` [layers, experts] ranks experts (a profile); None: all equal.
 
         ``progress`` gets (bytes done, bytes in all). Raises the named error of what could not be read; nothing stays
         taken then, nor when it is interrupted.
         """
         if heat is None:
             heat = np.zeros((file.num_layers, file.num_experts))
-        with ExitStack() as owned:
+        stages = stages or Stages()
+        taken = taken or take_experts(plan, file, backend, heat)
+        with taken.owned.pop_all() as owned:
+            placement, memory = taken.placement, taken.ram
             source = ExpertSource(file, verify=verify)
             owned.callback(source.close)
-            placement = Placement(plan, heat)
-            slots = take_slots(plan, file, backend, owned)
-            # The few staging buffers first: page-locking the copy may go on until the driver refuses.
-            addresses = take_buffers(plan, FEWEST_BUFFERS, backend, owned)
-            memory = take_ram(plan, file, backend, placement, owned)
             mapped = source.map_addresses() if plan.mode == "mapped" else None
-            store = ExpertStore(file.num_layers, file.num_experts, slots, memory, mapped)
+            store = ExpertStore(file.num_layers, file.num_experts, taken.slots, memory, mapped)
+            report = _count_bytes(plan, source, placement, progress)
+            source.direct = source.cached_share(placement.ram or placement.vram) < CACHED_ENOUGH
+            if memory is not None:
+                with stages.of("experts into RAM"):
+                    _fill_ram(plan, store, source, placement, report)
+                memory.settle()
+                stages.add("page-locking", memory.began, memory.ended)
             sizing = size_staging(plan, memory, placement)
+            addresses = list(taken.buffers)
             addresses += take_buffers(plan, sizing.num_buffers - len(addresses), backend, owned)
             buffers = StagingBuffers(addresses[: sizing.num_buffers], injection)
             stager = Stager(sizing.num_threads)
@@ -169,7 +179,8 @@ class ExpertSystem:
                 injection=injection,
             )
         try:
-            opened._fill(placement, progress)
+            with stages.of("slots"):
+                opened._fill_slots(placement, report)
         except BaseException:
             opened.close()
             raise
@@ -284,24 +295,7 @@ class ExpertSystem:
         """Waits for what moves and frees everything, in the reverse order of taking it. May be called twice."""
         self._owned.close()
 
-    def _fill(self, placement: Placement, progress: Progress | None) -> None:
-        total = len(placement.ram) * self._source.blob_bytes + len(placement.vram) * self.plan.stride
-        done = 0
-
-        def report(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
-
-        self._source.direct = self._source.cached_share(placement.ram or placement.vram) < CACHED_ENOUGH
-        if placement.ram:
-            warm = min(MOST_LOAD_THREADS, self.plan.request.num_cpus)
-            loader = Stager(MOST_LOAD_THREADS if self._source.direct else warm)
-            try:
-                fill_ram(self.store, self._source, loader, placement.ram, report)
-            finally:
-                loader.close()
+    def _fill_slots(self, placement: Placement, report: Callable[[int], None]) -> None:
         fill_slots(self.store, self.mover, placement.vram, report)
         self._source.direct = self.plan.direct_reads
         counters = self.mover.counters
@@ -345,3 +339,34 @@ class ExpertSystem:
             addresses = [slots.slot_address(slot) for slot in range(first, first + self._ring_limit)]
         self._ring = PromptRing(self.mover, addresses)
         return self._ring
+
+
+def _count_bytes(
+    plan: ResolvedPlan, source: ExpertSource, placement: Placement, progress: Progress | None
+) -> Callable[[int], None]:
+    """Tells ``progress`` of a load's bytes as they come."""
+    total = len(placement.ram) * source.blob_bytes + len(placement.vram) * plan.stride
+    done = 0
+
+    def report(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    return report
+
+
+def _fill_ram(
+    plan: ResolvedPlan,
+    store: ExpertStore,
+    source: ExpertSource,
+    placement: Placement,
+    report: Callable[[int], None],
+) -> None:
+    warm = min(MOST_LOAD_THREADS, plan.request.num_cpus)
+    loader = Stager(MOST_LOAD_THREADS if source.direct else warm)
+    try:
+        fill_ram(store, source, loader, placement.ram, report)
+    finally:
+        loader.close()

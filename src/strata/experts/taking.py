@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,8 @@ from strata.experts.policy import rank_experts
 from strata.experts.slots import SlotCache
 from strata.experts.source import ExpertFile
 from strata.kernels.backend import Backend, DeviceMemoryFull, DeviceStream, PinRefused
-from strata.memory.page_lock import LockedMemory, take_memory
+from strata.memory.locked_memory import LockedMemory
+from strata.memory.page_lock import take_memory
 from strata.memory.planner import ResolvedPlan, format_bytes
 from strata.memory.stager_sizing import StagerSizing, size_stager
 from strata.memory.system import system
@@ -26,15 +27,16 @@ from strata.words import count_of
 
 __all__ = [
     "Placement",
+    "TakenMemory",
     "size_staging",
     "synchronize_quietly",
     "take_buffers",
-    "take_ram",
-    "take_slots",
+    "take_experts",
     "warn_of_little_memory",
 ]
 
 logger = logging.getLogger(__name__)
+FEWEST_BUFFERS = 16
 LITTLE_MEMORY = 256 << 20  # below this a driver starts to move memory out of the device
 
 
@@ -60,7 +62,35 @@ class Placement:
         return ~np.isin(np.array(self.ram), np.array(self.vram))
 
 
-def take_slots(plan: ResolvedPlan, file: ExpertFile, backend: Backend, owned: ExitStack) -> SlotCache:
+@dataclass(frozen=True)
+class TakenMemory:
+    """Memory of a plan's experts before anything is in it; the copy in RAM may still be being page-locked. Whoever
+    has it closes ``owned``, or takes what is in it over."""
+
+    placement: Placement
+    slots: SlotCache
+    buffers: list[int]  # addresses of the first staging buffers
+    ram: LockedMemory | None
+    owned: ExitStack
+
+
+def take_experts(
+    plan: ResolvedPlan, file: ExpertFile, backend: Backend, heat: NDArray[np.float64] | None
+) -> TakenMemory:
+    """Takes slots, a few staging buffers and the copy in RAM, whose page-locking goes on after the return.
+
+    ``heat`` [layers, experts] ranks experts; None: all equal. Raises ``MemoryPlanError``; nothing stays taken then.
+    """
+    with ExitStack() as owned:
+        placement = Placement(plan, np.zeros((file.num_layers, file.num_experts)) if heat is None else heat)
+        slots = _take_slots(plan, file, backend, owned)
+        # The few staging buffers first: page-locking the copy may go on until the driver refuses.
+        buffers = take_buffers(plan, FEWEST_BUFFERS, backend, owned)
+        ram = _take_ram(plan, file, backend, placement, owned)
+        return TakenMemory(placement, slots, buffers, ram, owned.pop_all())
+
+
+def _take_slots(plan: ResolvedPlan, file: ExpertFile, backend: Backend, owned: ExitStack) -> SlotCache:
     address = 0
     if plan.num_device_slots:
         nbytes = plan.num_device_slots * plan.stride
@@ -77,7 +107,7 @@ def take_slots(plan: ResolvedPlan, file: ExpertFile, backend: Backend, owned: Ex
     return SlotCache(address, plan.num_device_slots, plan.stride, file.num_layers * file.num_experts)
 
 
-def take_ram(
+def _take_ram(
     plan: ResolvedPlan, file: ExpertFile, backend: Backend, placement: Placement, owned: ExitStack
 ) -> LockedMemory | None:
     if not placement.ram:
@@ -105,6 +135,7 @@ def take_ram(
         needed=needed,
         num_cpus=plan.request.num_cpus,
         level=level,
+        wait=False,
     )
     owned.callback(memory.close)
     return memory
@@ -113,7 +144,8 @@ def take_ram(
 def size_staging(plan: ResolvedPlan, memory: LockedMemory | None, placement: Placement) -> StagerSizing:
     """The stager's sizes for what was really page-locked of the experts outside VRAM; one log line.
 
-    An arena and copies of lendable slots hold experts of VRAM too: a prompt reads those in their slots.
+    The page-locking is over. An arena and copies of lendable slots hold experts of VRAM too: a prompt reads those in
+    their slots.
     """
     pinned = 0 if memory is None else int(np.count_nonzero(memory.aliases[placement.outside_vram()]))
     share = 1.0 - pinned / placement.num_outside if placement.num_outside else 0.0

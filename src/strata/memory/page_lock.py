@@ -10,76 +10,26 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strata.errors import MemoryPlanError
-from strata.kernels.backend import Backend, Buffer, PinRefused, Registration
+from strata.kernels.backend import Backend, PinRefused
+from strata.memory.locked_memory import LockedMemory, Slice
 from strata.memory.requests import PinRequest
 from strata.memory.system import system
+from strata.memory.touching import Touching
 
-__all__ = ["SYSTEM_LOCKS", "LockedMemory", "SystemLocks", "cut_slices", "take_memory"]
+__all__ = ["SYSTEM_LOCKS", "SystemLocks", "cut_slices", "take_memory"]
 
 logger = logging.getLogger(__name__)
 GIB = 1 << 30
-# Page-locking 16 GiB: 2.3 GiB/s for untouched pages, 20.4 for huge pages that 16 threads had touched.
-MOST_TOUCH_THREADS = 16
+MOST_TOUCH_THREADS = 16  # the most that page-locking touched huge pages was measured with
 TOUCH_IN_PARALLEL = 64 << 20
 NOT_LOCKED = "not locked in RAM"  # the system may swap it out, so it is always said
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A registered part of a copy: whole pages shared with no other slice."""
-
-    offset: int
-    nbytes: int
-    registration: Registration
-
-
-class LockedMemory:
-    """RAM for ``num_places`` experts of ``stride`` bytes, some of it page-locked. Owned by whoever took it.
-
-    ``path`` is 1, 2 or 3; ``aliases`` holds for each place its address as the device sees it, 0 where no slice holds
-    the place whole (the CPU computes it in rounds, the stager copies it in prompts).
-    """
-
-    def __init__(
-        self,
-        buffer: Buffer | system.Region,
-        num_places: int,
-        stride: int,
-        path: int,
-        slices: list[Slice],
-        report: str,
-        seconds: float,
-    ) -> None:
-        self._buffer = buffer
-        self.address = buffer.address
-        self.nbytes = num_places * stride
-        self.num_places = num_places
-        self.stride = stride
-        self.path = path
-        self.slices = tuple(slices)
-        self.report = report
-        self.seconds = seconds  # that taking and page-locking it took
-        self.aliases = _find_aliases(num_places, stride, buffer.address, self.slices)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of places that are page-locked whole."""
-        return int(np.count_nonzero(self.aliases)) * self.stride
-
-    def close(self) -> None:
-        """Unregisters, then frees. Nothing may be copying from or to it."""
-        for part in self.slices:
-            part.registration.unregister()
-        self.slices = ()
-        self._buffer.free()
 
 
 class SystemLocks:
@@ -109,32 +59,45 @@ def take_memory(
     needed: NDArray[np.bool_] | None = None,
     num_cpus: int = 1,
     level: int = logging.INFO,
+    wait: bool = True,
 ) -> LockedMemory:
     """Memory for ``num_places`` of ``stride`` bytes, page-locked by the first path that works.
 
     ``limit``: at most so many bytes page-locked, None: until refused. ``slice_bytes``: about one layer. ``needed``
-    (one flag a place): only these are worth locking. ``level``: of the log line that says what was reached. Raises
-    ``MemoryPlanError`` when even ordinary memory is refused.
+    (one flag a place): only these are worth locking. ``level``: of the log line that says what was reached. Without
+    ``wait`` several slices are locked by a thread that goes on after the return. Raises ``MemoryPlanError`` when even
+    ordinary memory is refused.
     """
     nbytes = num_places * stride
     assert nbytes > 0, "a copy of nothing is not taken"
-    started = time.monotonic()
+    began = time.perf_counter()
     whole = request.rule != "none" and (limit is None or limit >= nbytes) and needed is None and not request.partial
     if whole and not request.refuse_one_allocation and not request.prefer_slices:
-        taken = _take_path_1(backend, num_places, stride, started)
+        taken = _take_path_1(backend, num_places, stride, began)
         if taken is not None:
             logger.log(level, "%s", taken.report)
             return taken
     threads = request.touch_threads
     if threads is None:
         threads = min(num_cpus, MOST_TOUCH_THREADS) if nbytes >= TOUCH_IN_PARALLEL else 1
+    cuts = [] if request.rule == "none" else cut_slices(num_places, stride, slice_bytes, system.PAGE_BYTES, needed)
+    wanted = _within(limit, cuts, stride)
     region = _map(nbytes, request)
-    taken = _take_slices(backend, region, num_places, stride, request, limit, slice_bytes, needed, threads, started)
-    logger.log(max(level, logging.INFO) if NOT_LOCKED in taken.report else level, "%s", taken.report)
-    return taken
+    memory = LockedMemory(region, num_places, stride)
+    memory.began = began
+    locking = _Locking(memory, region, backend, request, wanted, len(cuts), threads, level)
+    try:
+        if wait or threads == 1 or len(wanted) < 2:
+            locking.run()
+        else:
+            memory.lock_beside(locking.run)
+    except BaseException:
+        memory.close()
+        raise
+    return memory
 
 
-def _take_path_1(backend: Backend, num_places: int, stride: int, started: float) -> LockedMemory | None:
+def _take_path_1(backend: Backend, num_places: int, stride: int, began: float) -> LockedMemory | None:
     nbytes = num_places * stride
     try:
         buffer, registration = backend.allocate_pinned(nbytes)
@@ -146,9 +109,12 @@ def _take_path_1(backend: Backend, num_places: int, stride: int, started: float)
         buffer.free()
         logger.info("page-locking path 1 refused: the allocation has no device alias")
         return None
-    seconds = time.monotonic() - started
-    report = _report(1, nbytes, nbytes, seconds, f"{num_places:,} of {num_places:,} experts")
-    return LockedMemory(buffer, num_places, stride, 1, [Slice(0, nbytes, registration)], report, seconds)
+    memory = LockedMemory(buffer, num_places, stride)
+    memory.began, ended = began, time.perf_counter()
+    memory.grant(Slice(0, nbytes, registration))
+    report = _report(1, nbytes, nbytes, ended - began, f"{num_places:,} of {num_places:,} experts")
+    memory.finish(1, report, ended)
+    return memory
 
 
 def _map(nbytes: int, request: PinRequest) -> system.Region:
@@ -163,53 +129,69 @@ def _map(nbytes: int, request: PinRequest) -> system.Region:
         ) from error
 
 
-def _take_slices(
-    backend: Backend,
-    region: system.Region,
-    num_places: int,
-    stride: int,
-    request: PinRequest,
-    limit: int | None,
-    slice_bytes: int,
-    needed: NDArray[np.bool_] | None,
-    touch_threads: int,
-    started: float,
-) -> LockedMemory:
-    """Paths 2 and 3: ordinary memory, registered slice by slice before anything is written to it."""
-    nbytes = num_places * stride
-    cuts = [] if request.rule == "none" else cut_slices(num_places, stride, slice_bytes, system.PAGE_BYTES, needed)
-    granted: list[Slice] = []
-    room = nbytes + system.PAGE_BYTES if limit is None else limit
-    touched = False
+@dataclass(frozen=True)
+class _Locking:
+    """Paths 2 and 3: ordinary memory, registered slice by slice before anything is written to it. While one slice is
+    registered the next ones are touched, and the ones before may be filled."""
+
+    memory: LockedMemory
+    region: system.Region
+    backend: Backend
+    request: PinRequest
+    wanted: list[tuple[int, int]]  # (offset, bytes) of the slices to register
+    num_cuts: int  # slices that the whole copy has
+    touch_threads: int
+    level: int
+
+    def run(self) -> None:
+        """All of it, in one thread. Leaves it half done where the memory is closed meanwhile."""
+        memory = self.memory
+        ranges = [(memory.address + offset, nbytes) for offset, nbytes in self.wanted]
+        with Touching(ranges, self.touch_threads) as touching:
+            for number, (offset, nbytes) in enumerate(self.wanted):
+                memory.open_below(offset)
+                touching.wait(number)
+                if memory.is_closing:
+                    return
+                try:
+                    registration = self.backend.register(memory.address + offset, nbytes)
+                except PinRefused as refusal:
+                    logger.info("page-locking stopped at slice %d of %d: %s", number, self.num_cuts, refusal)
+                    break
+                memory.grant(Slice(offset, nbytes, registration))
+        self._finish()
+
+    def _finish(self) -> None:
+        memory, granted = self.memory, self.memory.slices
+        num_pinned = int(np.count_nonzero(memory.aliases))
+        rest = "" if num_pinned == memory.num_places else _lock_rest(self.region, granted)
+        path = 2 if num_pinned else 3
+        said = f"ordinary memory, {rest}"
+        if path == 2:
+            said = f"{len(granted):,} of {self.num_cuts:,} slices, {num_pinned:,} of {memory.num_places:,} experts"
+            said += f", the rest {rest}" if rest else ""
+        if self.request.prefer_slices and path == 2:
+            said += ", path 1 not tried (STRATA_PREFER_SLICES)"
+        ended = time.perf_counter()
+        report = _report(path, num_pinned * memory.stride, memory.nbytes, ended - memory.began, said)
+        if self.request.partial and num_pinned:
+            report = report.replace("page-locking path 2", "page-locking path 2 (hottest prefix, STRATA_PARTIAL_PIN)")
+        logger.log(max(self.level, logging.INFO) if NOT_LOCKED in report else self.level, "%s", report)
+        memory.finish(path, report, ended)
+
+
+def _within(limit: int | None, cuts: list[tuple[int, int]], stride: int) -> list[tuple[int, int]]:
+    """The slices of ``cuts`` that ``limit`` bytes have room for; the last one as much of it as holds whole experts."""
+    if limit is None:
+        return cuts
+    wanted, room = [], limit
     for offset, size in cuts:
-        wanted = min(size, _whole_places(offset, room, stride, system.PAGE_BYTES))
-        if wanted <= 0:
+        nbytes = min(size, _whole_places(offset, room, stride, system.PAGE_BYTES))
+        if nbytes <= 0:
             break
-        if not touched and touch_threads > 1:
-            _touch(region.address, region.nbytes, touch_threads)
-            touched = True
-        try:
-            registration = backend.register(region.address + offset, wanted)
-        except PinRefused as refusal:
-            logger.info("page-locking stopped at slice %d of %d: %s", len(granted), len(cuts), refusal)
-            break
-        granted.append(Slice(offset, wanted, registration))
-        room -= wanted
-    aliases = _find_aliases(num_places, stride, region.address, granted)
-    num_pinned = int(np.count_nonzero(aliases))
-    rest = "" if num_pinned == num_places else _lock_rest(region, granted)
-    path = 2 if num_pinned else 3
-    said = f"ordinary memory, {rest}"
-    if path == 2:
-        said = f"{len(granted):,} of {len(cuts):,} slices, {num_pinned:,} of {num_places:,} experts"
-        said += f", the rest {rest}" if rest else ""
-    if request.prefer_slices and path == 2:
-        said += ", path 1 not tried (STRATA_PREFER_SLICES)"
-    seconds = time.monotonic() - started
-    report = _report(path, num_pinned * stride, nbytes, seconds, said)
-    if request.partial and num_pinned:
-        report = report.replace("page-locking path 2", "page-locking path 2 (hottest prefix, STRATA_PARTIAL_PIN)")
-    return LockedMemory(region, num_places, stride, path, granted, report, seconds)
+        wanted.append((offset, nbytes))
+        room -= nbytes
+    return wanted
 
 
 def cut_slices(
@@ -246,20 +228,7 @@ def _whole_places(offset: int, room: int, stride: int, page: int) -> int:
     return pages
 
 
-def _find_aliases(
-    num_places: int, stride: int, address: int, slices: tuple[Slice, ...] | list[Slice]
-) -> NDArray[np.uint64]:
-    aliases = np.zeros(num_places, np.uint64)
-    for part in slices:
-        first = -(-part.offset // stride)
-        end = min(num_places, (part.offset + part.nbytes) // stride)
-        if end > first:
-            base = part.registration.alias(address + first * stride)
-            aliases[first:end] = base + np.arange(end - first, dtype=np.uint64) * np.uint64(stride)
-    return aliases
-
-
-def _lock_rest(region: system.Region, granted: list[Slice]) -> str:
+def _lock_rest(region: system.Region, granted: Sequence[Slice]) -> str:
     """Locks in RAM what no slice holds, and says how it went."""
     edges = [0, *(edge for part in granted for edge in (part.offset, part.offset + part.nbytes)), region.nbytes]
     locked = 0
@@ -272,14 +241,6 @@ def _lock_rest(region: system.Region, granted: list[Slice]) -> str:
                 return f"{part}{NOT_LOCKED} ({refusal.reason})"
             locked += end - begin
     return "locked in RAM"
-
-
-def _touch(address: int, nbytes: int, num_threads: int) -> None:
-    """First touch by several threads: page-locking touched huge pages ran 8 times faster than untouched small ones."""
-    step = max(2 << 20, -(-nbytes // num_threads // (2 << 20)) * (2 << 20))
-    with ThreadPoolExecutor(num_threads) as pool:
-        run: Callable[[int], None] = lambda begin: system.touch_pages(address + begin, min(step, nbytes - begin))  # noqa: E731
-        list(pool.map(run, range(0, nbytes, step)))
 
 
 def _report(path: int, pinned: int, nbytes: int, seconds: float, rest: str) -> str:
