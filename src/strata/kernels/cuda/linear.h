@@ -300,6 +300,24 @@ __device__ __forceinline__ void multiply_floats(const uint4* raw, const Staged& 
     }
 }
 
+// All steps of BF16 or FP32 rows with staged floats from their first column on. `is_loaded`: the first batch is under way.
+// A step's place in the batch is asked for again as soon as it is used: no batch is waited for as a whole.
+template <int T, int R, int kAhead, int kFormat>
+__device__ __forceinline__ void multiply_float_rows(WholeRows<R>& rows, Batch<R, kAhead>& batch, bool is_loaded,
+                                                    const Staged& x, int steps, int lane, float (*acc)[T]) {
+    constexpr int kPieces = kFormat == kBf16 ? 2 : 1;  // float4 of a lane in a step
+    if (!is_loaded) batch.load_data(rows, steps);
+    for (int done = 0; done < steps; done += kAhead) {
+#pragma unroll
+        for (int u = 0; u < kAhead; ++u) {
+            if (done + u >= steps) break;
+            multiply_floats<T, R, kFormat>(batch.raw[u], x, ((done + u) * 32 + lane) * kPieces, acc);
+            if (done + u + kAhead < steps) batch.load_data_step(rows, u, u + kAhead);
+        }
+        rows.advance(kAhead);
+    }
+}
+
 // The steps of a batch in [start, end), counted in bytes of a row from where x begins.
 template <int T, int R, int kAhead, int kFormat>
 __device__ __forceinline__ void multiply_steps(const Batch<R, kAhead>& batch, const Staged& x, int start, int end,

@@ -267,7 +267,9 @@ class LinearOps(Recorder):
         plan = _plan(template, [weight.rows for weight in weights], self.program.multiprocessors, others)
         all_of = _Matrices(count=len(weights), columns=columns, chunk=chunk, forms=forms)
         groups = 0
-        for place, (weight, y) in enumerate(zip(weights, outputs, strict=True)):
+        # Rows of floats take longest, so they come first.
+        slowest_first = sorted(zip(weights, outputs, strict=True), key=lambda pair: pair[0].format == "q8_0")
+        for place, (weight, y) in enumerate(slowest_first):
             agree("linear columns", columns, weight.columns)
             native = self.matrix(weight)
             native.y, native.first = self.address(y), groups

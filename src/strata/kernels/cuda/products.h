@@ -129,7 +129,11 @@ __device__ __forceinline__ void linears(const Activations& a, const Matrices& al
     const int pieces = (all.columns + all.chunk - 1) / all.chunk;
     const Staged room(memory, T, all.chunk, all.forms);
     bool is_staged = false;
-    for (int base = block * warps; base < all.groups; base += blocks * warps) {
+    for (int sweep = 0; sweep < all.groups; sweep += blocks * warps) {
+        // The last sweep is dealt backwards: the blocks that it does not reach are those that began with the slowest rows.
+        const bool is_last = sweep > 0 && sweep + blocks * warps >= all.groups;
+        const int base = sweep + (is_last ? blocks - 1 - block : block) * warps;
+        if (base >= all.groups) break;
         const int group = min(base + warp, all.groups - 1);
         int which = 0;
         while (which + 1 < all.count && group >= all.of[which + 1].first) ++which;
@@ -143,7 +147,7 @@ __device__ __forceinline__ void linears(const Activations& a, const Matrices& al
         for (int r = 0; r < R; ++r)
 #pragma unroll
             for (int t = 0; t < T; ++t) acc[r][t] = 0.0f;
-        const bool is_whole = m.format == kQ8 && m.is_aligned && m.row_bytes % kStep == 0 && pieces == 1;
+        const bool is_whole = m.is_aligned && m.row_bytes % kStep == 0 && pieces == 1, is_q8 = m.format == kQ8;
         WholeRows<R> rows(m, static_cast<long long>(row) * m.row_bytes + lane * 16, m.row_bytes);
         if (R > 1 && row + R > m.rows)  // the last rows: those that are not there are the last one again
 #pragma unroll
@@ -156,8 +160,10 @@ __device__ __forceinline__ void linears(const Activations& a, const Matrices& al
             const int end = min(first + all.chunk * size, (m.row_bytes + kStep - 1) / kStep * kStep);
             // Weights do not wait for the activations; where making those takes registers, they wait in the cache.
             Batch<R, kAhead> batch;
-            if (kKind == kAsIs && is_whole)
+            if (kKind == kAsIs && is_whole && is_q8)
                 batch.load(rows, end / kStep);
+            else if (kKind == kAsIs && is_whole)
+                batch.load_data(rows, end / kStep);
             else if (kKind == kAsIs)
                 batch.load(m, lines, 0, m.row_bytes, first, end, lane);
             else if (!is_staged)
@@ -170,7 +176,12 @@ __device__ __forceinline__ void linears(const Activations& a, const Matrices& al
                 is_staged = true;
             }
             if (is_whole) {
-                multiply_rows<T, R, kAhead>(rows, batch, kKind == kAsIs, room, end / kStep, lane, acc);
+                if (is_q8)
+                    multiply_rows<T, R, kAhead>(rows, batch, kKind == kAsIs, room, end / kStep, lane, acc);
+                else if (m.format == kBf16)
+                    multiply_float_rows<T, R, kAhead, kBf16>(rows, batch, kKind == kAsIs, room, end / kStep, lane, acc);
+                else
+                    multiply_float_rows<T, R, kAhead, kF32>(rows, batch, kKind == kAsIs, room, end / kStep, lane, acc);
                 continue;
             }
             for (int start = first; start < end; start += kAhead * kStep) {

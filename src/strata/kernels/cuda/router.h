@@ -81,6 +81,7 @@ __device__ __forceinline__ void route_row(const float* logits, int experts, int 
 }
 
 struct __align__(16) ChunkPicks {
+    unsigned all[kChunks][kChunk];  // every key
     unsigned keys[kChunks][kBlockPicks], best[kBlockPicks];  // 0 behind a chunk's picks
     int ids[kChunks][kBlockPicks], best_ids[kBlockPicks];
 };
@@ -94,19 +95,29 @@ __device__ __forceinline__ void route_by_block(const float* logits, int experts,
     if (first < experts) {
         const float low = first + lane < experts ? logits[first + lane] : 0.0f;
         const float high = first + 32 + lane < experts ? logits[first + 32 + lane] : 0.0f;
-        unsigned keys[2] = {first + lane < experts ? ordered(low) + 1 : 0,
-                            first + 32 + lane < experts ? ordered(high) + 1 : 0};
+        const unsigned low_key = first + lane < experts ? ordered(low) + 1 : 0;
+        const unsigned high_key = first + 32 + lane < experts ? ordered(high) + 1 : 0;
+        room.all[warp][lane] = low_key;
+        room.all[warp][32 + lane] = high_key;
         if (lane >= top_k) room.keys[warp][lane] = 0;
-        for (int k = 0; k < top_k; ++k) {
-            const unsigned most = warp_largest(max(keys[0], keys[1]));
-            const unsigned lows = __ballot_sync(kAll, keys[0] == most), highs = __ballot_sync(kAll, keys[1] == most);
-            const int owner = __ffs(static_cast<int>(lows != 0 ? lows : highs)) - 1;
-            if (lane == owner) {
-                room.keys[warp][k] = most;
-                room.ids[warp][k] = first + lane + (lows != 0 ? 0 : 32);
-                keys[lows != 0 ? 0 : 1] = 0;
+        __syncwarp();
+        // Counted and not picked one after the other: no step waits for the one before. An equal key comes first if its id
+        // is lower. Few instructions, which run many times: the first run of each waits for the code itself.
+        const uint4* theirs = reinterpret_cast<const uint4*>(room.all[warp]);
+        int low_rank = 0, high_rank = 0;
+#pragma unroll 1
+        for (int four = 0; four < 8; ++four) {
+            const uint4 a = theirs[four], b = theirs[8 + four];
+            const unsigned lows[4] = {a.x, a.y, a.z, a.w}, highs[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const unsigned first_wins = four * 4 + i < lane ? 1u : 0u;
+                low_rank += (lows[i] + first_wins > low_key) + (highs[i] > low_key);
+                high_rank += (lows[i] >= high_key) + (highs[i] + first_wins > high_key);
             }
         }
+        if (low_rank < top_k) room.keys[warp][low_rank] = low_key, room.ids[warp][low_rank] = first + lane;
+        if (high_rank < top_k) room.keys[warp][high_rank] = high_key, room.ids[warp][high_rank] = first + 32 + lane;
     }
     __syncthreads();
     // Where each chunk's picks stand among all: those that are larger, and the equal ones of lower ids, which come before.
@@ -114,6 +125,7 @@ __device__ __forceinline__ void route_by_block(const float* logits, int experts,
     if (mine < chunks && place < top_k) {
         const unsigned key = room.keys[mine][place];
         int rank = place;
+#pragma unroll 1
         for (int k = 0; k < top_k; k += 4) {  // four picks of every chunk under way at once
             uint4 theirs[kChunks];
 #pragma unroll

@@ -29,7 +29,7 @@ THREADS, GATE_THREADS = 256, 1024
 DOWN_BLOCKS = 132  # about; the threads of mix_down's blocks are a function of the shape alone
 FEWEST_WARPS, MOST_WARPS = 4, 16  # of mix_down
 MOST_UP_WARPS, MOST_UP_WARPS_ANY = 20, 12  # of mix_up
-AHEAD_BYTES = 12 << 20  # of later weights that each of the two launches brings
+DOWN_AHEAD_BYTES, AHEAD_BYTES = 16 << 20, 12 << 20  # of later weights that the two launches of a mix bring
 DOWN_ROOM = 256  # bytes that mix_down takes of shared memory for itself
 
 
@@ -130,8 +130,8 @@ class StreamOps(LinearOps, RowOps):
             share=1.0 / columns,
         )  # fmt: skip
         self.settle()
-        self.bring([w.scales for w in (down, inject, weights.up) if w is not None])
-        self.bring([w.data for w in (down, inject, weights.up) if w is not None])
+        self.bring([w.scales for w in (down, inject) if w is not None])
+        self.bring([w.data for w in (down, inject) if w is not None])
         format = _fast_format(weights, streams, columns)
         is_fast = format is not None
         template = template_rows(rows) if is_fast or rows == 1 else MAX_WINDOW
@@ -141,9 +141,10 @@ class StreamOps(LinearOps, RowOps):
         grid = (blocks_of(sums, warps), streams)
         self.launch(
             f"streams.mix_down_{name}", grid, 32 * warps, mixer, _padded(columns),
-            self.ahead(AHEAD_BYTES, grid[0] * grid[1]),
+            self.ahead(DOWN_AHEAD_BYTES, grid[0] * grid[1]),
             shared=template * staged_bytes(_padded(columns), mixer.down_forms),
         )  # fmt: skip
+        self.bring([weights.up.scales, weights.up.data])  # first of all by the launch before it
         multiprocessors = self.program.multiprocessors
         most = MOST_UP_WARPS if is_fast else MOST_UP_WARPS_ANY
         warps = min(max(FEWEST_WARPS, blocks_of(columns, multiprocessors)), most)
