@@ -20,8 +20,6 @@ __all__ = ["run"]
 def run() -> NoReturn:
     """Runs the command of this process's arguments and exits with its status."""
     interrupts.begin()
-    # Before PyTorch is imported: huge pages for its large tensors, of which a load fills gigabytes.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         from strata.cli.app import main
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from strata.experts.mover import Move, Mover
+from strata.experts.mover import Mover
 from strata.experts.source import ExpertSource
 from strata.experts.store import ExpertStore
 from strata.kernels.cpu.stager import ReadFailure, Stager
@@ -17,7 +17,6 @@ from strata.kernels.cpu.stager import ReadFailure, Stager
 __all__ = ["fill_ram", "fill_slots"]
 
 READS_IN_FLIGHT = 64
-PARTS_IN_FLIGHT = 2
 Progress = Callable[[int], None]
 
 
@@ -52,32 +51,15 @@ def fill_ram(
 
 
 def fill_slots(store: ExpertStore, mover: Mover, experts: Sequence[int], progress: Progress | None) -> None:
-    """Copies ``experts`` into slots 0, 1, ... from wherever they lie; a part is asked for before the one ahead of it is
-    waited for, so that the device has always something to copy."""
-    asked: deque[tuple[int, Sequence[int], list[Move]]] = deque()  # (first slot, experts, their moves)
+    """Copies ``experts`` into slots 0, 1, ... from wherever they lie."""
     for first in range(0, len(experts), READS_IN_FLIGHT):
         part = experts[first : first + READS_IN_FLIGHT]
-        targets = [store.slots.slot_address(first + index) for index in range(len(part))]
-        asked.append((first, part, mover.load(part, targets)))
-        if len(asked) == PARTS_IN_FLIGHT:
-            _admit(store, mover, *asked.popleft(), progress)
-    while asked:
-        _admit(store, mover, *asked.popleft(), progress)
-
-
-def _admit(
-    store: ExpertStore,
-    mover: Mover,
-    first: int,
-    experts: Sequence[int],
-    moves: Sequence[Move],
-    progress: Progress | None,
-) -> None:
-    for slot, (expert, move) in enumerate(zip(experts, moves, strict=True), first):
-        mover.wait(move)
-        store.slots.admit(expert, slot)
-    if progress is not None:
-        progress(len(experts) * store.slots.stride)
+        moves = mover.load(part, [store.slots.slot_address(first + index) for index in range(len(part))])
+        for index, (expert, move) in enumerate(zip(part, moves, strict=True)):
+            mover.wait(move)
+            store.slots.admit(expert, first + index)
+        if progress is not None:
+            progress(len(part) * store.slots.stride)
 
 
 def _settle(
