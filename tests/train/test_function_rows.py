@@ -274,6 +274,9 @@ def test_rows_of_kept_answers_are_learned_where_they_answer(folder: Path, tmp_pa
     shares = [Batches(folder, mix, 64, 7, group(rank, 4), answers=tmp_path / "answers.npz") for rank in range(4)]
     rows = [tuple(row.tolist()) for part in shares for row in part.batch(0).windows]
     assert sorted(rows) == sorted(tuple(row.tolist()) for row in batch.windows)
+    short = Batches(folder, mix, 64, 7, group(0, 1), longest=3, answers=tmp_path / "answers.npz").batch(0)
+    assert short.weights is not None
+    assert set(short.windows[2:][short.weights[2:] > 0].tolist()) == {1, 12, 13}, "longer answers are left out"
     with pytest.raises(ValueError, match="--answers"):
         Batches(folder, mix, 64, 7, group(0, 1))
 

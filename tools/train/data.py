@@ -165,7 +165,8 @@ class Batches:
             if mix["answers"]:
                 if answers is None:
                     raise ValueError("--mix names rows of answers: give their file with --answers")
-                self.answers = Answers(read_answers(answers), words)
+                kept = [one for one in read_answers(answers) if longest is None or len(one.answer) <= longest]
+                self.answers = Answers(kept, words)
         self._orders: dict[tuple[int, int], np.ndarray] = {}
         self._pool = ThreadPoolExecutor(1)
         self._ahead: tuple[int, Future[Made]] | None = None
