@@ -400,6 +400,10 @@ class FakeCuda:
             return CUresult.CUDA_ERROR_NOT_FOUND, None
         return CUresult.CUDA_SUCCESS, SimpleNamespace(name=name.decode(), module=hmod)
 
+    def forget_stamps(self) -> None:
+        """The module that was loaded last has none from now on."""
+        self._stamps.pop(max(self._stamps))
+
     def cuModuleGetGlobal(self, hmod: int, name: bytes) -> Result:
         if hmod not in self._stamps:
             return CUresult.CUDA_ERROR_NOT_FOUND, None, None

@@ -103,13 +103,14 @@ def test_the_cap_holds_and_its_peak_is_measured(device: CudaDevice) -> None:
 
 
 def test_torch_and_the_backend_share_the_cap(device: CudaDevice) -> None:
-    charge = device.backend.share_with_torch(34 * MIB, 40 * MIB)
+    held = torch.cuda.memory_reserved(0)  # what libraries of earlier tests keep for good
+    charge = device.backend.share_with_torch(34 * MIB + held, 40 * MIB + held)
     kept = torch.zeros(30 * MIB, dtype=torch.uint8, device=device.machine.device)
     with pytest.raises(MemoryPlanError, match="no room for a test: only"), named_refusals(device, "a test"):
         torch.zeros(30 * MIB, dtype=torch.uint8, device=device.machine.device)
     with pytest.raises(DeviceMemoryFull):
         device.backend.allocate(31 * MIB)
-    assert 30 * MIB <= device.backend.statistics().torch_peak_bytes <= 40 * MIB
+    assert 30 * MIB <= device.backend.statistics().torch_peak_bytes - held <= 40 * MIB
     del kept
     charge.release()
     torch.zeros(100 * MIB, dtype=torch.uint8, device=device.machine.device)

@@ -173,3 +173,8 @@ def test_kernels_that_note_no_time_are_not_timed(fake: FakeCuda, machine: CudaMa
     fake.silent.add("add")
     with pytest.raises(EngineError, match=r"sums\.cu noted 0 times for 1 launches"):
         machine.run_timed([Launch("sums.add", (1, 1, 1), 32, 0, (torch.zeros(1), 1.0))])
+    fake.forget_stamps()
+    with pytest.raises(EngineError, match=r"finding what sums\.cu notes"):
+        machine.run_timed([Launch("sums.add", (1, 1, 1), 32, 0, (torch.zeros(1), 1.0))])
+    nothing = Launch("nothing.nothing", (1, 1, 1), 32, 0, ())
+    assert [one.kernel for one in machine.run_timed([nothing])] == ["nothing.nothing"], "other files do not matter"

@@ -202,8 +202,9 @@ class CudaMachine:
 
     def _time_once(self, launches: list[Launch]) -> list[TimedLaunch]:
         graph = self.prepare([*launches, Launch("nothing.nothing", (1, 1, 1), 32, 0, ())])
+        files = [launch.kernel.partition(".")[0] for launch in launches]
         try:
-            logs = {name: self._find_stamps(name) for name in self._modules}
+            logs = {name: self._find_stamps(name) for name in {*files, "nothing"}}
             for count, _ in logs.values():
                 self._copy_to(count, np.zeros(1, np.uint32))
             graph.run()
@@ -211,7 +212,6 @@ class CudaMachine:
             read = {name: self._read_stamps(*log) for name, log in logs.items()}
         finally:
             graph.close()
-        files = [launch.kernel.partition(".")[0] for launch in launches]
         for name, stamps in read.items():
             if len(stamps) != files.count(name) + (name == "nothing"):
                 raise EngineError(f"{name}.cu noted {len(stamps)} times for {files.count(name)} launches")
