@@ -119,6 +119,34 @@ def test_decode_is_measured_kept_and_resumed(
     assert table["machine"]["skewed"]["rows"] == 24
 
 
+def test_each_run_has_its_own_part_of_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATA_HOME", str(tmp_path))
+    forced: list[int] = []
+    plain = Session.greedy_round
+
+    def greedy_round(session: Session, ids: list[int]) -> int:
+        forced.extend(ids)
+        return plain(session, ids)
+
+    monkeypatch.setattr(Session, "greedy_round", greedy_round)
+    words = [
+        "bench",
+        "decode",
+        "--synthetic",
+        "tiny-hyper",
+        "--layers",
+        "2",
+        *OPTIONS,
+        "--decode",
+        "6",
+        "--learn",
+        "64",
+    ]
+    assert main([*words, "--runs", "3"]) == 0
+    vocabulary = open_synthetic("tiny-hyper", 2).config.vocabulary
+    assert forced[-18:] == token_list(vocabulary, 18, "measured")
+
+
 def test_depth_needs_its_context_and_compares_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -212,7 +212,7 @@ class _Measuring:
         self._model, self._runtime, self._report = model, runtime, report
         self._began = began
         self._session = Session(runtime)
-        self._ids = token_list(runtime.vocabulary, case.tokens, "measured")
+        self._ids = token_list(runtime.vocabulary, case.tokens * case.runs, "measured")
         room = runtime.max_context - case.tokens
         self._contexts = [min(context, room) for context in arm.contexts]
 
@@ -222,14 +222,14 @@ class _Measuring:
         for line in ceilings.lines():
             self._report(line)
         kept = self._kept()
-        for token in self._ids[:WARM_ROUNDS]:
+        for token in token_list(self._runtime.vocabulary, WARM_ROUNDS, "warm"):
             self._session.greedy_round([token])
             self._session.commit(1)
         while len(runs := kept.read(self._arm.name)) < self._case.runs:
             if runs and time.perf_counter() - self._began > ARM_SECONDS * (1 - 1 / (len(runs) + 1)):
                 self._report(f"{len(runs)} of {self._case.runs} runs in {ARM_SECONDS} s; the next call goes on")
                 break
-            kept.add(self._arm.name, self._measure())
+            kept.add(self._arm.name, self._measure(self._ids_of(len(runs))))
         return self._result(kept.read(self._arm.name), ceilings)
 
     def _kept(self) -> KeptRuns:
@@ -243,12 +243,16 @@ class _Measuring:
         }  # fmt: skip
         return KeptRuns(find_home().profiles, key | settings)
 
-    def _measure(self) -> dict[str, float]:
-        """One run: rates in tok/s by context, and how many of the picks were hits."""
+    def _ids_of(self, run: int) -> list[int]:
+        """Its part of the fixed list: swaps would know tokens that an earlier run has decoded."""
+        return self._ids[run * self._case.tokens : (run + 1) * self._case.tokens]
+
+    def _measure(self, ids: Sequence[int]) -> dict[str, float]:
+        """One run over ``ids``: rates in tok/s by context, and how many of the picks were hits."""
         found: dict[str, float] = {}
         for number, context in enumerate(self._contexts):
             before = self._runtime.statistics().experts
-            found[f"rate{number}"] = self._decode(context)
+            found[f"rate{number}"] = self._decode(context, ids)
             after = self._runtime.statistics().experts
             hits, misses = after.hits - before.hits, after.misses - before.misses
             found[f"hits{number}"], found[f"misses{number}"] = hits / self._case.tokens, misses / self._case.tokens
@@ -258,28 +262,29 @@ class _Measuring:
         self._report(f"run: {rate}, hit rate {100 * self._hit_rate(found):.1f} %")
         return found
 
-    def _decode(self, context: int) -> float:
+    def _decode(self, context: int, ids: Sequence[int]) -> float:
         session = self._session
         session.pretend(context)
         began = time.perf_counter()
-        for token in self._ids:
+        for token in ids:
             session.greedy_round([token])
             session.commit(1, decoded=True)
-        return len(self._ids) / (time.perf_counter() - began)
+        return len(ids) / (time.perf_counter() - began)
 
     def _hit_rate(self, run: dict[str, float]) -> float:
         picks = run["hits0"] + run["misses0"]
         return run["hits0"] / picks if picks else 0.0
 
     def _count(self) -> RoutingCounts | None:
-        """Counts the picks of every measured token, in rounds that nobody times."""
-        if len(self._ids) < 2:
+        """Counts the picks of the first run's tokens, in rounds that nobody times."""
+        ids = self._ids_of(0)
+        if len(ids) < 2:
             return None
         session, runtime = self._session, self._runtime
         session.pretend(self._contexts[0])
         before = runtime.count_picks()
         rows: list[NDArray[np.bool_]] = []
-        for token in self._ids:
+        for token in ids:
             session.round([token])
             session.commit(1)
             after = runtime.count_picks()
