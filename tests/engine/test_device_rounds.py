@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strata.engine.dense_block import on_device, take_block, tensors_of
+from strata.engine.dense_block import placer, take_block, tensors_of
 from strata.engine.device_rounds import DeviceRounds, RoundGivenUp
 from strata.engine.models import open_model
 from strata.engine.round_profile import CARD_LANE, profile_prompt, profile_rounds
@@ -137,7 +137,7 @@ def test_dense_weights_lie_in_one_block_of_their_own_size(packs: dict[str, Path]
     opened = open_model(str(packs["default"]))
     try:
         weights = opened.dense(None)
-        moved = on_device(weights, take_block(opened.reader, EmulatedDevice()))
+        moved = opened.dense_elsewhere(placer(take_block(opened.reader, EmulatedDevice())))
         blocks, sizes = set(), []
         for name, weight in weights.items():
             other = moved[name]

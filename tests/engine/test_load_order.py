@@ -50,7 +50,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     note(load_memory, "take_block", "block")
     note(HostBackend, "allocate", "slots")
     note(HostBackend, "register", "lock")
-    note(OpenModel, "dense", "dense")
+    note(OpenModel, "dense_elsewhere", "dense")
     return found
 
 
@@ -116,7 +116,7 @@ def test_dense_weights_that_fail_end_the_locking(
         raise failure
 
     monkeypatch.setattr(HostBackend, "register", slow)
-    monkeypatch.setattr(OpenModel, "dense", fail)
+    monkeypatch.setattr(OpenModel, "dense_elsewhere", fail)
     with pytest.raises(type(failure)):
         Runtime.open(model, requested(), device=device)
     assert device.backend.statistics().pinned_bytes == device.backend.statistics().device_bytes == 0

@@ -109,15 +109,21 @@ class PackReader:
         """Bytes of one canonical dense weight in memory; 0 for a tied one and for a table."""
         return sum(spec.nbytes for key in (name, name + SCALES_SUFFIX) if (spec := self._dense_specs.get(key)))
 
-    def load_dense(self, progress: Callable[[int, int], None] | None = None) -> dict[str, DenseWeight]:
+    def load_dense(
+        self,
+        progress: Callable[[int, int], None] | None = None,
+        place: Callable[[DenseWeight], DenseWeight] | None = None,
+    ) -> dict[str, DenseWeight]:
         """All dense weights by canonical name, checked, in fresh memory: ``Matrix``, FP32 or int64 tensors, and
-        ``TableFile`` for tables (open until ``close``). A tied weight is the same object as what it is tied to."""
+        ``TableFile`` for tables (open until ``close``). A tied weight is the same object as what it is tied to.
+
+        ``place`` moves each one (tables stay) while the next are read; what it was given is not kept."""
         weights: dict[str, DenseWeight] = {}
         done, total = 0, self.dense_bytes
         own = [name for name, record in self.manifest.dense.items() if record.tied_to is None]
-        self._open(self.folder / DENSE_FILE)  # before threads ask for it
+        self._begin_dense()
         for name, weight in zip(own, in_order(self.load_weight, own), strict=True):
-            weights[name] = weight
+            weights[name] = weight if place is None else place(weight)
             done += self.matrix_bytes(name)
             if progress is not None:
                 progress(done, total)
@@ -127,6 +133,10 @@ class PackReader:
         for name in self.manifest.tables:
             weights[name] = self.load_weight(name)
         return weights
+
+    def _begin_dense(self) -> None:
+        """Before threads ask for weights."""
+        self._open(self.folder / DENSE_FILE)
 
     def load_weight(self, name: str) -> DenseWeight:
         """One canonical dense weight, checked, in fresh memory; a table is opened once and stays the reader's."""

@@ -117,15 +117,8 @@ class SyntheticReader(PackReader):
             return 34 * blocks
         return math.prod(record.shape) * {"f32": 4, "bf16": 2, "i64": 8}[record.format]
 
-    def load_dense(self, progress: Callable[[int, int], None] | None = None) -> dict[str, DenseWeight]:
-        found: dict[str, DenseWeight] = {}
-        done, total = 0, self.dense_bytes
-        for name, record in self.manifest.dense.items():
-            found[name] = found[record.tied_to] if record.tied_to is not None else self.load_weight(name)
-            done += self.matrix_bytes(name)
-            if progress is not None:
-                progress(done, total)
-        return found | {name: self.load_weight(name) for name in self.manifest.tables}
+    def _begin_dense(self) -> None:
+        """No file is opened."""
 
     def load_weight(self, name: str) -> DenseWeight:
         if name in self.manifest.tables:

@@ -14,12 +14,13 @@ import torch
 from strata.kernels.ops import Matrix
 
 if TYPE_CHECKING:
-    from strata.checkpoint.pack_reader import PackReader
+    from collections.abc import Callable
+
+    from strata.checkpoint.pack_reader import DenseWeight, PackReader
     from strata.engine.devices import RoundDevice
     from strata.layers.ngram import NgramTable
-    from strata.models.family import Weights
 
-__all__ = ["on_device", "take_block", "tensors_of"]
+__all__ = ["placer", "take_block", "tensors_of"]
 
 _ALIGNMENT = 512  # bytes between weights on a card, as torch's own allocations have
 
@@ -36,28 +37,23 @@ def take_block(reader: PackReader, device: RoundDevice) -> torch.Tensor:
     return torch.empty(most, dtype=torch.uint8, device=device.machine.device)
 
 
-def on_device(weights: Weights, block: torch.Tensor) -> Weights:
-    """The dense weights in ``block``, tied ones once; tables that rows are gathered from stay where they are."""
+def placer(block: torch.Tensor) -> Callable[[DenseWeight], DenseWeight]:
+    """Puts one weight after the other into ``block``, in the order of the calls; tables, whose rows are gathered, stay
+    where they are."""
     end = 0
-    moved: dict[int, Matrix | torch.Tensor] = {}
 
     def put(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal end
         start, end = end, end + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         return block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    def move(weight: Matrix | torch.Tensor | NgramTable) -> Matrix | torch.Tensor | NgramTable:
-        if not isinstance(weight, (Matrix, torch.Tensor)):
-            return weight
-        if id(weight) not in moved:
-            if isinstance(weight, Matrix):
-                scales = None if weight.scales is None else put(weight.scales)
-                moved[id(weight)] = replace(weight, data=put(weight.data), scales=scales)
-            else:
-                moved[id(weight)] = put(weight)
-        return moved[id(weight)]
+    def place(weight: DenseWeight) -> DenseWeight:
+        if isinstance(weight, Matrix):
+            scales = None if weight.scales is None else put(weight.scales)
+            return replace(weight, data=put(weight.data), scales=scales)
+        return put(weight) if isinstance(weight, torch.Tensor) else weight
 
-    return {name: move(weight) for name, weight in weights.items()}
+    return place
 
 
 def tensors_of(weight: Matrix | torch.Tensor | NgramTable) -> list[torch.Tensor]:

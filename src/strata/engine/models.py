@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,13 +52,22 @@ class OpenModel:
     def dense(self, on_progress: Progress | None = None) -> Weights:
         """The dense weights by canonical name, read and checked at the first call and shared after it."""
         if not self._dense:
-            tell = (lambda done, total: on_progress("dense weights", done, total)) if on_progress else None
-            self._dense.update(self.reader.load_dense(tell))
+            self._dense.update(self.reader.load_dense(_told(on_progress)))
         return self._dense
+
+    def dense_elsewhere(
+        self, place: Callable[[DenseWeight], DenseWeight], on_progress: Progress | None = None
+    ) -> Weights:
+        """The same, each given to ``place`` as soon as it is read: in RAM only a few of them exist at a time."""
+        return self.reader.load_dense(_told(on_progress), place)
 
     def close(self) -> None:
         self._dense.clear()
         self.reader.close()
+
+
+def _told(on_progress: Progress | None) -> Callable[[int, int], None] | None:
+    return (lambda done, total: on_progress("dense weights", done, total)) if on_progress else None
 
 
 def open_model(name: str | None, *, on_progress: Progress | None = None) -> OpenModel:
