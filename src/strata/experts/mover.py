@@ -23,6 +23,8 @@ from strata.kernels.cpu.stager import ReadFailure, Stager
 
 __all__ = ["Move", "Mover", "MoverCounters", "StagingBuffers"]
 
+_MAPPED, _PINNED = int(Tier.MAPPED), int(Tier.PINNED)  # looked at once an expert; an enumeration's name takes longer
+
 
 class _State(Enum):
     WAITING = auto()  # for a staging buffer
@@ -112,6 +114,7 @@ class Mover:
         self._waiting: deque[Move] = deque()
         self._staging: deque[Move] = deque()
         self._saving: deque[Move] = deque()  # moves out that hold a staging buffer
+        self._reached: DeviceEvent | None = None  # the last event that was waited for
 
     @property
     def stream(self) -> DeviceStream:
@@ -125,15 +128,20 @@ class Mover:
         for expert in experts:
             self._check_mapped(expert)
         moves = [Move(expert, target) for expert, target in zip(experts, targets, strict=True)]
-        first = 0
+        first, direct = 0, []
         while first < len(moves):
             end = self._find_run(moves, first)
             if end > first:
                 self._copy_run(moves[first:end])
+                direct += moves[first:end]
                 first = end
             else:
                 self._waiting.append(moves[first])
                 first += 1
+        if direct:
+            event = self._stream.record()  # one for all: a load asks for thousands, and each call takes the host's time
+            for move in direct:
+                move.event, move.state = event, _State.COPYING
         self.pump()
         return moves
 
@@ -216,7 +224,7 @@ class Mover:
         self.counters.saved_bytes += self._nbytes
 
     def _check_mapped(self, expert: int) -> None:
-        if self._store.host_tier[expert] == Tier.MAPPED:
+        if self._store.host_tier[expert] == _MAPPED:
             layer, number = divmod(expert, self._store.num_experts)
             self._source.check_mapped(layer, number, int(self._store.host_address[expert]))
 
@@ -247,9 +255,10 @@ class Mover:
             return move.state in (_State.COPYING, _State.DONE, _State.FAILED)
         if move.state is _State.COPYING:
             assert move.event is not None
-            if block:
+            if block and move.event is not self._reached:
                 move.event.synchronize()
             if block or move.event.query():
+                self._reached = move.event
                 self._finish_copy(move)
         if move.state is _State.UNLOADING and self._settle_ticket(move, block):
             self.buffers.release(move.buffer)
@@ -281,7 +290,7 @@ class Mover:
         end = first
         while end < len(moves):
             expert = moves[end].expert
-            if self._store.host_tier[expert] != Tier.PINNED:
+            if self._store.host_tier[expert] != _PINNED:
                 break
             if end > first and not self._are_neighbours(moves[end - 1], moves[end]):
                 break
@@ -295,8 +304,5 @@ class Mover:
 
     def _copy_run(self, run: list[Move]) -> None:
         self._stream.copy(run[0].address, int(self._store.host_address[run[0].expert]), self._nbytes * len(run))
-        event = self._stream.record()
-        for move in run:
-            move.event, move.state = event, _State.COPYING
         self.counters.direct_bytes += self._nbytes * len(run)
         self.counters.direct_runs += 1
