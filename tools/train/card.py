@@ -162,8 +162,8 @@ def training(corpus: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
             {one["turn"]:g} times."""
         if one.get("mix", {}).get("answers"):
             text += f""" Answers are the model's own: it was asked for functions of the training text for
-            {one["sampled_seconds"]:,.0f} s, and {one["sampled_good"]:,} answers that parse, define what was asked and end
-            within {one.get("longest_answer", 160)} tokens were learned."""
+            {one["sampled_seconds"]:,.0f} s, and {one["sampled_good"]:,} answers that parse, define what was asked and
+            end within {one.get("longest_answer", 160)} tokens were learned."""
         if one.get("mean_with_before"):
             text += f""" The weights are the mean of what this gave ({one["mean_with_before"]:g}) and of the weights
             before it."""
