@@ -13,7 +13,9 @@ import json
 import platform
 import re
 import statistics
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
@@ -22,12 +24,13 @@ from strata import version
 from strata.errors import ConfigError
 from strata.files import atomic_write
 
-__all__ = ["Figure", "Record", "measured", "record_path"]
+__all__ = ["Figure", "Record", "check_folder", "measured", "record_path", "written_to"]
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 ABSOLUTE_PATH = re.compile(r"(?:^|[\s\"'=:,(])(?:~|/[\w.-]+/[\w./-]|[A-Za-z]:[\\/])")
 
 
+PROBE_BYTES = 1 << 16  # more than a record
 RESULTS = "benchmarks/results"  # earlier results make no measurement another one
 
 
@@ -128,9 +131,28 @@ class Record:
 
 def _write(table: Mapping[str, object], path: Path) -> None:
     text = json.dumps(table, indent=2, allow_nan=False) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path, "w") as handle:
+    with written_to(path.parent), atomic_write(path, "w") as handle:
         handle.write(text)
+
+
+@contextmanager
+def written_to(folder: Path) -> Iterator[None]:
+    """Makes ``folder``; what keeps the block from writing there is a ``ConfigError`` of one line."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{folder.name or folder} cannot be written: {error.strerror or error}",
+            "name a folder on a drive with room that may be written",
+        ) from error
+
+
+def check_folder(folder: Path) -> None:
+    """Before anything is measured for it: raises ``ConfigError`` where a file cannot be made there."""
+    with written_to(folder), tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"0" * PROBE_BYTES)
+        file.flush()
 
 
 def record_path(results: Path, machine: str, name: str) -> Path:

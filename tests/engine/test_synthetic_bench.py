@@ -24,7 +24,7 @@ from strata.engine.ready_probe import probe_ready
 from strata.engine.routing_counts import count_routing
 from strata.engine.runtime import Runtime
 from strata.engine.session import Session
-from strata.engine.synthetic_bench import SyntheticCase, check_room, find_arms, results_name
+from strata.engine.synthetic_bench import SyntheticCase, check_experts, find_arms, results_name
 from strata.engine.synthetic_model import open_synthetic
 from strata.engine.synthetic_text import token_list
 from strata.engine.timeline import Timeline
@@ -362,7 +362,7 @@ def test_a_card_counts_the_same_picks_at_a_made_up_position() -> None:
     assert np.array_equal(found[0], found[1])
     runtime = Runtime.open(model, requested(max_context=512, expert_cache=8, resident_budget_gib=0.0005), device=device)
     with pytest.raises(ConfigError, match="neither in VRAM nor in RAM"):
-        check_room(find_arms(["skewed"])[0], 8, runtime)
+        check_experts(runtime)
     runtime.close()
     model.close()
     device.close()

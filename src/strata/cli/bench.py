@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strata import interrupts
-from strata.benchmark_record import record_path
+from strata.benchmark_record import check_folder, record_path
 from strata.cli.configure import Configure
 from strata.cli.synthetic_bench import (
     SyntheticWords,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 KINDS = ("kernels", "cache", "decode", "prompt", "ready", "checkpoint", "pack")
 SYNTHETIC_TOKENS = 512
+MOST_LEARNED = 1 << 20
 
 
 def command(
@@ -50,7 +51,7 @@ def command(
     decode: Annotated[
         int | None, typer.Option(min=1, help="decode, prompt: tokens decoded after it; else 64, synthetic 512.")
     ] = None,
-    runs: Annotated[int, typer.Option(min=1, help="decode, prompt: prompts; the median counts.")] = 3,
+    runs: Annotated[int, typer.Option(min=1, help="decode, prompt, ready: how often; the median counts.")] = 3,
     measure: Annotated[
         bool, typer.Option("--measure", help="decode, prompt: measure this machine again for the forecast.")
     ] = False,
@@ -62,8 +63,10 @@ def command(
     arm: Annotated[
         list[str] | None, typer.Option(help="synthetic decode: skewed, independent, uniform, depth; may be repeated.")
     ] = None,
-    learn: Annotated[int, typer.Option(min=64, help="synthetic: other tokens that the profile is learned on.")] = 2048,
-    dense: Annotated[str, typer.Option(metavar="q8_0|bf16", help="synthetic: format of dense weights.")] = "q8_0",
+    learn: Annotated[
+        int, typer.Option(min=64, max=MOST_LEARNED, help="synthetic: other tokens that the profile is learned on.")
+    ] = 2048,
+    dense: Annotated[str, typer.Option(metavar="q8_0|bf16|f32", help="synthetic: format of dense weights.")] = "q8_0",
     experts: Annotated[str, typer.Option(metavar="nvfp4|q8_0|bf16", help="synthetic: format of experts.")] = "nvfp4",
     weight_seed: Annotated[int, typer.Option(min=0, help="synthetic: what weights are computed from.")] = 1,
     profile: Annotated[
@@ -80,6 +83,12 @@ def command(
     requested = configure(name)
     if what in ("checkpoint", "pack") and synthetic is None:
         raise ConfigError(f"bench {what} needs --synthetic SHAPE", f"strata bench {what} --synthetic SHAPE --to FOLDER")
+    if synthetic is None and (arm or profile is not None or layers is not None):
+        raise ConfigError("--arm, --layers and --profile are for computed models", "add --synthetic SHAPE")
+    if synthetic is not None and name is not None:
+        raise ConfigError(f"either the model {name} or --synthetic {synthetic}", "leave one out")
+    if arm and what != "decode":
+        raise ConfigError(f"bench {what} has no arms", "leave --arm out")
     if synthetic is not None:
         tokens = decode or SYNTHETIC_TOKENS
         words = SyntheticWords(
@@ -92,16 +101,19 @@ def command(
             return 0
         print(run_synthetic(what, words, requested).line())
         return 0
+    kept_as = what
+    if out is not None:
+        check_folder(out / machine)
     if what == "cache":
         record = bench_cache(requested, text, tokens, plot)
     elif what == "ready":
-        record = bench_ready(requested, runs)
+        record, kept_as = bench_ready(requested, runs)
     elif what == "kernels":
         record = bench_kernels(requested, gib, repeats)
     else:
         record = bench_speed(requested, what, prompt, decode or 64, runs, measure)
     if out is not None:
-        record.write(record_path(out, machine, what))
+        record.write(record_path(out, machine, kept_as))
     print(record.line())
     return 0
 

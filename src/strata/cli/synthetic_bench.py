@@ -6,13 +6,16 @@ kept as soon as it ends.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strata import interrupts
-from strata.benchmark_record import Figure, Record, record_path
+from strata.benchmark_record import Figure, Record, check_folder, record_path, written_to
+from strata.config import BY_NAME
 from strata.errors import ConfigError
+from strata.option_values import format_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,6 +29,7 @@ __all__ = ["SyntheticWords", "bench_ready", "run_synthetic", "write_checkpoint",
 
 LONG_CONTEXT = 40960  # figures of a longer one say so in their name
 PROFILED_ROUNDS = 8
+SHOWN_PARTS = 16
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,14 @@ class SyntheticWords:
     out: Path | None
     machine: str
 
+    def command(self, what: str) -> str:
+        """As a user writes it, without what every model has."""
+        layers = "" if self.layers is None else f" --layers {self.layers}"
+        said = f"strata bench {what} --synthetic {self.shape}{layers} --runs {self.runs}"
+        if what == "decode":
+            said += f" --decode {self.tokens} --learn {self.learn}" + "".join(f" --arm {arm}" for arm in self.arms)
+        return f"{said} --dense {self.dense} --experts {self.experts} --weight-seed {self.seed}"
+
     def case(self) -> SyntheticCase:
         """Raises ``ConfigError`` for formats and shapes that there are not."""
         from strata.checkpoint.pack_writer import PackOptions
@@ -62,12 +74,15 @@ class SyntheticWords:
 def run_synthetic(what: str, words: SyntheticWords, requested: Requested) -> Record:
     """Measures the arms asked for; the record of the last one holds all their figures."""
     case = words.case()
+    for folder in (words.out and words.out / words.machine, words.profile):
+        if folder is not None:  # before minutes of measuring
+            check_folder(folder)
     if what == "decode":
         record = _decode(case, words, requested)
     elif what == "ready":
         record = _ready(case, words, requested)
     else:
-        raise ConfigError(f"bench {what} has no --synthetic", "use decode, ready or checkpoint")
+        raise ConfigError(f"bench {what} has no --synthetic", "use decode, ready, checkpoint or pack")
     if words.profile is not None:
         _profile(case, words.profile, requested)
     return record
@@ -103,8 +118,9 @@ def _ready(case: SyntheticCase, words: SyntheticWords, requested: Requested) -> 
     return _record(case, words, requested, "ready", figures, details, on_card=runs[0].on_card)
 
 
-def bench_ready(requested: Requested, runs: int) -> Record:
-    """Of a model in files, the page cache dropped before each run; the drive's own rate is read before the first."""
+def bench_ready(requested: Requested, runs: int) -> tuple[Record, str]:
+    """Of a model in files, the page cache dropped before each run; the drive's own rate is read before the first. The
+    record, and the name that it is kept under."""
     from strata.engine.models import open_model
     from strata.engine.ready_probe import measure_drive, ready_figures
     from strata.kernels.bench import machine
@@ -123,7 +139,24 @@ def bench_ready(requested: Requested, runs: int) -> Record:
         "ready_from": "files, the page cache dropped before each run", "ready_read_gb": round(read / 1e9, 2),
         "drive_gb_per_s": round(drive / 1e9, 2),
     } | found[-1].as_details()  # fmt: skip
-    return Record("strata bench ready MODEL", machine() | details, figures)
+    command = asked_for(f"strata bench ready {opened.name} --runs {runs}", requested)
+    name = re.sub(r"[^a-z0-9]+", "-", opened.name.lower()).strip("-")
+    return Record(command, machine() | details, figures), f"ready-{name}"
+
+
+def asked_for(command: str, requested: Requested) -> str:
+    """``command`` and every option that was not left as it is, as a user writes them; paths are nobody's but his."""
+    before, after = [], []
+    for name, option in BY_NAME.items():
+        value = getattr(requested, name)
+        if requested.origin(name) == "default" or name in ("model", "out") or isinstance(value, Path):
+            continue
+        said = format_value(value)
+        if not option.flag:
+            before.append(f"{option.variable}={said}")
+        elif value is not False:
+            after.append(option.flag if option.is_switch else f"{option.flag} {said}")
+    return " ".join([*before, command, *after])
 
 
 def _probe(case: SyntheticCase | None, requested: Requested, count: int, files: Sequence[Path] = ()) -> list[ReadyRun]:
@@ -158,8 +191,7 @@ def _record(
     from strata.engine.synthetic_bench import results_name
     from strata.kernels.bench import machine
 
-    layers = "" if words.layers is None else f" --layers {words.layers}"
-    command = f"strata bench {what} --synthetic {words.shape}{layers}"
+    command = asked_for(words.command(what), requested)
     facts = {"weights": f"computed from seed {words.seed}", "experts": words.experts, "tokens": words.tokens}
     record = Record(command, machine() | facts | dict(details), dict(figures))
     if words.out is not None:
@@ -178,16 +210,23 @@ def _profile(case: SyntheticCase, folder: Path, requested: Requested) -> None:
 
 def _write_timeline(timeline: Timeline, folder: Path, name: str, said: str) -> None:
     """Trace and picture of ``name``, and where most of the time went, lane by lane."""
+    from strata.engine.round_profile import ROUNDS_LANE
+
     trace, picture = folder / f"{name}.trace.json", folder / f"{name}.png"
-    timeline.write_trace(trace)
+    with written_to(folder):
+        timeline.write_trace(trace)
     print(f"{said}: {trace.name}")
     for lane in timeline.lanes():
         totals, counts = timeline.totals(lane), timeline.counts(lane)
         print(f"{lane}: {1e3 * sum(totals.values()):.3f} ms, of it")
-        for part, seconds in list(totals.items())[:16]:
+        for part, seconds in list(totals.items())[:SHOWN_PARTS]:
             print(f"  {part:<28}{counts[part]:6,} x {1e6 * seconds / counts[part]:10.1f} us{1e3 * seconds:11.3f} ms")
+        rest = sum(list(totals.values())[SHOWN_PARTS:])
+        if rest:
+            print(f"  {'all others':<49}{1e3 * rest:11.3f} ms")
     try:
-        timeline.draw(picture)
+        with written_to(folder):
+            timeline.draw(picture, ROUNDS_LANE)
         print(f"drawn: {picture.name}")
     except ConfigError as error:
         print(f"not drawn: {error}")

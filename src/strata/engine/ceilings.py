@@ -7,15 +7,17 @@ then the slower of hits from VRAM and misses over CPU and link together, then po
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from strata.memory.bandwidth import measure_memory_read
 
 if TYPE_CHECKING:
     from strata.engine.runtime import Runtime
 
-__all__ = ["Ceilings", "RoundBytes", "measure_ceilings", "round_seconds"]
+__all__ = ["Ceilings", "RoundBytes", "measure_ceilings", "median_ceilings", "round_seconds"]
 
 POST_AND_WAIT_SECONDS = 3.6e-6  # of a layer inside a captured graph: a ceiling, measured on an H200
 GIGA = 1e9
@@ -75,6 +77,16 @@ def round_seconds(ceilings: Ceilings, read: RoundBytes) -> float:
     experts = max(read.hits / ceilings.vram, read.misses / ceilings.together)
     waiting = read.num_layers * POST_AND_WAIT_SECONDS if read.misses else 0.0
     return read.dense / ceilings.vram + experts + waiting + ceilings.num_launches * ceilings.launch_seconds
+
+
+def median_ceilings(runs: Sequence[Mapping[str, float]]) -> Ceilings:
+    """Those that the runs were measured beside, kept with each by the names of the fields."""
+    found: dict[str, Any] = {
+        one.name: statistics.median(run[one.name] for run in runs)
+        for one in fields(Ceilings)
+        if all(one.name in run for run in runs)
+    }
+    return Ceilings(**found)
 
 
 def measure_ceilings(runtime: Runtime) -> Ceilings:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from strata.benchmark_record import written_to
 from strata.files import atomic_write
 
 __all__ = ["KeptRuns"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,7 @@ class KeptRuns:
         """Keeps one more run, at once."""
         table = self._table()
         table.setdefault(arm, []).append(dict(run))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self.path, "w") as file:
+        with written_to(self.folder), atomic_write(self.path, "w") as file:
             json.dump({"key": dict(self.key), "arms": table}, file, indent=1, default=str)
 
     def forget(self, arm: str) -> None:
@@ -50,8 +53,14 @@ class KeptRuns:
                 json.dump({"key": dict(self.key), "arms": table}, file, indent=1, default=str)
 
     def _table(self) -> dict[str, list[dict[str, float]]]:
+        """Nothing, said in the log, where the file is not what this class writes."""
+        if not self.path.exists():
+            return {}
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))["arms"]
-        except (OSError, ValueError, KeyError):
+            return {
+                str(arm): [{str(k): float(v) for k, v in run.items()} for run in runs] for arm, runs in found.items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("%s is damaged, its runs are measured anew: %s", self.path.name, error)
             return {}
-        return found if isinstance(found, dict) else {}

@@ -55,8 +55,8 @@ class MemoryUse:
 
     @property
     def lock_rate(self) -> float:
-        """GiB a second of page-locking; 0 where nothing was."""
-        return self.locked / GIB / self.lock_seconds if self.locked and self.lock_seconds else 0.0
+        """GiB a second of page-locking; 0 where nothing was, and without a card: the system locks on first use then."""
+        return self.locked / GIB / self.lock_seconds if self.card and self.locked and self.lock_seconds else 0.0
 
     def lines(self) -> list[str]:
         found = [] if self.card is None else [self.card.line()]
@@ -66,10 +66,8 @@ class MemoryUse:
                 f"{format_bytes(self.ram_planned)} planned for the model, headroom included"
             )
         if self.locked:
-            found.append(
-                f"page-locked {format_bytes(self.locked)} in {self.lock_seconds:.2f} s "
-                f"({self.lock_rate:.1f} GiB/s), path {self.lock_path}"
-            )
+            rate = f" in {self.lock_seconds:.2f} s ({self.lock_rate:.1f} GiB/s)" if self.lock_rate else ""
+            found.append(f"page-locked {format_bytes(self.locked)}{rate}, path {self.lock_path}")
         return found
 
     def as_details(self) -> dict[str, float]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strata.errors import EngineError
+from strata.errors import CheckpointError, ConfigError, EngineError, MemoryPlanError, StrataError
 from strata.stages import Stage, format_stages
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ __all__ = ["ReadyRun", "main", "measure_drive", "probe_ready", "ready_figures"]
 LIMIT_SECONDS = 8 * 60
 DRIVE_BYTES = 4 << 30  # read at most for the drive's own rate
 GIGA = 1e9
+FAILED = "failed: "
+_KINDS: Mapping[str, type[StrataError]] = {one.__name__: one for one in (ConfigError, CheckpointError, MemoryPlanError)}
 _PROGRAM = "from strata.engine.ready_probe import main; main()"
 
 
@@ -85,6 +87,9 @@ def probe_ready(case: SyntheticCase | None, requested: Requested) -> ReadyRun:
     command = [sys.executable, "-c", _PROGRAM, json.dumps(words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     lines = done.stdout.strip().splitlines()
+    if done.returncode and lines and lines[-1].startswith(FAILED):
+        kind, message, hint = json.loads(lines[-1].removeprefix(FAILED))
+        raise _KINDS.get(kind, EngineError)(message, hint)
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise EngineError(f"the process that was to get ready ended with {done.returncode}: {last}")
@@ -130,7 +135,22 @@ def _plain(value: object) -> object:
 
 
 def main() -> None:
-    """The child's whole run; its last line is a ``ReadyRun``."""
+    """The child's whole run; its last line is a ``ReadyRun``, or the named error that ended it."""
+    try:
+        _run()
+    except StrataError as error:
+        print(FAILED + json.dumps([type(error).__name__, error.message, error.hint]))
+        raise SystemExit(1) from None
+    except (MemoryError, OSError, RuntimeError) as error:
+        words = " ".join(str(error).split())
+        if not isinstance(error, MemoryError) and "llocate memory" not in words and "enforce fail" not in words:
+            raise
+        hint = "raise its limit (ulimit -v, ulimit -d), or close other programs"
+        print(FAILED + json.dumps(["EngineError", f"not enough memory: {words}", hint]))
+        raise SystemExit(1) from None
+
+
+def _run() -> None:
     words: Mapping[str, object] = json.loads(sys.argv[1])
     before = time.perf_counter()
     import torch  # noqa: F401 - first, to be timed apart from all else

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from strata.engine.timeline import Timeline
     from strata.kernels.ops import ExpertExecutor, Ops
 
-__all__ = ["CARD_LANE", "TimedExperts", "profile_prompt", "profile_rounds", "timed_ops"]
+__all__ = ["CARD_LANE", "ROUNDS_LANE", "TimedExperts", "profile_prompt", "profile_rounds", "timed_ops"]
 
 OPS_LANE, EXPERTS_LANE = "operations", "experts"
 ROUNDS_LANE, CARD_LANE = "rounds", "card, one round"

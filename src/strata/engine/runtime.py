@@ -185,7 +185,8 @@ class Runtime:
                     if memory.block is None
                     else opened.dense_elsewhere(placer(memory.block), on_progress)
                 )
-            model = opened.family.build(opened.config, weights)
+            with stages.of("model built"):
+                model = opened.family.build(opened.config, weights)
             experts = cls._open_experts(opened, requested, plan, memory, link_share, injection, on_progress, stages)
             owned.callback(experts.close)
             rounds = None

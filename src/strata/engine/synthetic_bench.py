@@ -23,9 +23,10 @@ from strata import version
 from strata.benchmark_record import Figure
 from strata.checkpoint.synthetic_reader import SyntheticWeights
 from strata.checkpoint.synthetic_routing import Routing
-from strata.engine.ceilings import Ceilings, RoundBytes, measure_ceilings, round_seconds
+from strata.engine.ceilings import RoundBytes, measure_ceilings, median_ceilings, round_seconds
 from strata.engine.kept_runs import KeptRuns
 from strata.engine.memory_use import MemoryUse
+from strata.engine.planning import choose_context
 from strata.engine.routing_counts import RoutingCounts, count_routing
 from strata.engine.runtime import Runtime
 from strata.engine.session import Session
@@ -45,7 +46,7 @@ __all__ = [
     "Arm",
     "ArmResult",
     "SyntheticCase",
-    "check_room",
+    "check_experts",
     "find_arms",
     "open_learned",
     "results_name",
@@ -119,6 +120,11 @@ def run_decode_arms(
 ) -> Iterator[ArmResult]:
     """Measures arms, going on from runs that were kept of the same commit and settings. The weights of a routing are
     loaded once for all its arms, so results come routing by routing. Raises ``ConfigError``."""
+    model = case.open(arms[0].routing)
+    max_context = choose_context(requested, model.config.max_positions)
+    model.close()
+    for arm in arms:  # before the first of them takes minutes
+        check_context(arm, case.tokens, max_context)
     for routing in dict.fromkeys(arm.routing for arm in arms):
         yield from _run_routing(case, routing, [arm for arm in arms if arm.routing == routing], requested, report)
 
@@ -131,7 +137,7 @@ def _run_routing(
     with open_learned(case, routing, requested, report) as (model, runtime):
         for arm in arms:
             report(f"-- {case.shape}: {arm.name}")
-            check_room(arm, case.tokens, runtime)
+            check_experts(runtime)
             yield _Measuring(case, arm, requested, model, runtime, began, report).run()
             began = time.perf_counter()
 
@@ -153,12 +159,19 @@ def open_learned(
         model.close()
 
 
-def check_room(arm: Arm, tokens: int, runtime: Runtime) -> None:
-    if max(arm.contexts) > K and runtime.max_context < max(arm.contexts) + tokens:
+def check_context(arm: Arm, tokens: int, max_context: int) -> None:
+    """Raises ``ConfigError`` where the arm needs more positions."""
+    if max_context <= tokens:
+        raise ConfigError(f"--decode {tokens}: the context holds {max_context:,}", "give a smaller --decode")
+    if max(arm.contexts) > K and max_context < max(arm.contexts) + tokens:
         raise ConfigError(
-            f"arm {arm.name} decodes at {max(arm.contexts):,} positions, the context holds {runtime.max_context:,}",
+            f"arm {arm.name} decodes at {max(arm.contexts):,} positions, the context holds {max_context:,}",
             f"give --max-context {max(arm.contexts) + max(tokens, K)}",
         )
+
+
+def check_experts(runtime: Runtime) -> None:
+    """Raises ``ConfigError`` for a card whose rounds would have to read a file that there is not."""
     held = runtime.statistics().experts
     missing = runtime.plan.shape.total_experts - held.experts_in_vram - held.experts_in_ram
     if runtime.rounds is not None and missing > 0:
@@ -166,8 +179,6 @@ def check_room(arm: Arm, tokens: int, runtime: Runtime) -> None:
             f"{missing:,} experts are neither in VRAM nor in RAM, and a computed model has no file to read them from",
             "raise --ram-gib or --vram-gib, or leave --resident-budget-gib out",
         )
-    if runtime.max_context <= tokens:
-        raise ConfigError(f"--decode {tokens}: the context holds {runtime.max_context:,}", "give a smaller --decode")
 
 
 def learn_profile(model: OpenModel, requested: Requested, tokens: int, report: Report) -> ExpertProfile:
@@ -229,8 +240,9 @@ class _Measuring:
             if runs and time.perf_counter() - self._began > ARM_SECONDS * (1 - 1 / (len(runs) + 1)):
                 self._report(f"{len(runs)} of {self._case.runs} runs in {ARM_SECONDS} s; the next call goes on")
                 break
-            kept.add(self._arm.name, self._measure(self._ids_of(len(runs))))
-        return self._result(kept.read(self._arm.name), ceilings)
+            run = self._measure(self._ids_of(len(runs)))
+            kept.add(self._arm.name, run | {name: rate for name, rate in vars(ceilings).items() if rate is not None})
+        return self._result(kept.read(self._arm.name))
 
     def _kept(self) -> KeptRuns:
         wanted = self._requested
@@ -292,12 +304,12 @@ class _Measuring:
             before = after
         return count_routing(np.stack(rows))
 
-    def _result(self, runs: Sequence[dict[str, float]], ceilings: Ceilings) -> ArmResult:
+    def _result(self, runs: Sequence[dict[str, float]]) -> ArmResult:
         routing = self._count()
         rates = [run["rate0"] for run in runs]
         hits, misses = (statistics.median(run[name] for run in runs) for name in ("hits0", "misses0"))
         read = self._bytes(hits, misses)
-        ceiling = 1 / round_seconds(ceilings, read)
+        ceiling = 1 / round_seconds(median_ceilings(runs), read)
         hit_rate = hits / (hits + misses) if hits + misses else 0.0
         figure = self._figure(rates, "tok/s", round(ceiling, 2), hit_rate)
         memory = self._runtime.memory_use()

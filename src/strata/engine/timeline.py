@@ -40,6 +40,7 @@ class Timeline:
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.marks: list[tuple[str, float]] = []
+        self._chained: set[str] = set()  # lanes with a clock of their own
 
     def span(self, name: str, start: float, end: float, lane: str) -> None:
         """A part of the work: ``start`` and ``end`` in seconds; spans of one lane do not overlap but may nest."""
@@ -48,6 +49,7 @@ class Timeline:
 
     def chain(self, parts: list[tuple[str, float]], start: float, lane: str) -> float:
         """Spans that follow one another, each (name, seconds), as a card's launches do; the end of the last."""
+        self._chained.add(lane)
         for name, seconds in parts:
             self.span(name, start, start + seconds, lane)
             start += seconds
@@ -101,8 +103,10 @@ class Timeline:
         with atomic_write(path, "w") as file:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
-    def draw(self, path: Path) -> None:
-        """A PNG: spans by lane, and the sums by name. Raises ``ConfigError`` where matplotlib is not installed."""
+    def draw(self, path: Path, whole: str) -> None:
+        """A PNG: spans by lane, and the sums by name of all lanes but ``whole``, which the others take apart.
+
+        Raises ``ConfigError`` where matplotlib is not installed."""
         try:
             with interrupts.at_once():
                 import_module("matplotlib").use("Agg")
@@ -111,8 +115,13 @@ class Timeline:
             way = "pip install 'strata-moe[plot]' (or -e '.[plot]' in its folder)"
             raise ConfigError("a picture needs matplotlib, which is not installed", way) from error
         lanes = self.lanes()
-        finest = max(lanes, key=lambda lane: len(self.totals(lane)), default="")
-        parts = self.totals(finest)
+        sums = Counter[str]()
+        for lane in lanes:
+            if lane != whole or len(lanes) == 1:
+                sums.update(self.totals(lane))
+        parts = dict(sums.most_common())
+        zero = min((one.start for one in self.spans if one.lane not in self._chained), default=0.0)
+        latest = max((one.end for one in self.spans if one.lane not in self._chained), default=zero)
         colour = {name: f"C{number % COLOURS}" for number, name in enumerate(self.totals())}
         heights = [1.0] * len(lanes) + [0.3 + 0.24 * min(16, len(parts))]
         figure, axes = pyplot.subplots(
@@ -120,15 +129,17 @@ class Timeline:
         )
         for lane, row in zip(lanes, axes[:-1, 0], strict=True):
             spans = [one for one in self.spans if one.lane == lane]
-            first = min(one.start for one in spans)
+            first = spans[0].start if lane in self._chained else zero
             places = [(1e3 * (one.start - first), 1e3 * (one.end - one.start)) for one in spans]
             row.broken_barh(places, (0, 1), facecolors=[colour[one.name] for one in spans])
+            if lane not in self._chained:
+                row.set_xlim(0, 1e3 * (latest - zero))
             row.set(yticks=[], ylabel=lane.replace(", ", "\n"), xlabel="ms")
         bottom = axes[-1, 0]
         shown = list(parts.items())[:16][::-1]
         bottom.barh([name for name, _ in shown], [1e3 * seconds for _, seconds in shown],
                     color=[colour[name] for name, _ in shown])  # fmt: skip
-        bottom.set(xlabel=f"ms in all, {finest}")
+        bottom.set(xlabel="ms in all")
         figure.tight_layout()
         figure.savefig(path, dpi=120)
         pyplot.close(figure)

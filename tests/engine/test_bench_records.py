@@ -1,0 +1,128 @@
+"""What a benchmark writes down: its whole command, its ceilings, and one line where it cannot write or be measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata.cli.app import main
+from strata.engine import synthetic_bench
+from strata.engine.ceilings import Ceilings, median_ceilings
+from strata.engine.kept_runs import KeptRuns
+from strata.engine.memory_use import MemoryUse
+
+COMPUTED = ["--synthetic", "tiny-hyper", "--layers", "2", "--decode", "6", "--learn", "64", "--runs", "1"]
+MODEL = ["--device", "cpu", "--threads", "1", "--ram-gib", "4", "--log-level", "error"]
+DECODE = ["bench", "decode", *COMPUTED, "--arm", "skewed", *MODEL]
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATA_HOME", str(tmp_path / "home"))
+
+
+def record(folder: Path) -> Any:
+    (path,) = folder.rglob("*.json")
+    return json.loads(path.read_text())
+
+
+def test_a_record_has_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATA_PREFER_SLICES", "1")
+    assert main([*DECODE, "--out", str(tmp_path / "out")]) == 0
+    command = record(tmp_path / "out")["command"]
+    assert command.startswith("STRATA_PREFER_SLICES=1 strata bench decode --synthetic tiny-hyper --layers 2 --runs 1 ")
+    for words in ("--decode 6 --learn 64 --arm skewed", "--threads 1", "--ram-gib 4", "--device cpu"):
+        assert words in command
+    assert str(tmp_path) not in command
+
+
+def test_ready_names_its_model(tmp_path: Path) -> None:
+    pack = tmp_path / "My_Pack"
+    assert main(["bench", "pack", *COMPUTED[:4], "--to", str(pack), *MODEL]) == 0
+    assert main(["bench", "ready", str(pack), "--runs", "1", *MODEL, "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "this-pc" / "ready-my-pack.json").exists()
+    assert record(tmp_path / "out")["command"].startswith("strata bench ready My_Pack --runs 1 ")
+
+
+def test_runs_that_were_kept_keep_their_ceilings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter([40e9, 80e9])
+    monkeypatch.setattr(synthetic_bench, "measure_ceilings", lambda _: Ceilings(next(rates)))
+    found = []
+    for _ in range(2):
+        assert main([*DECODE, "--out", str(tmp_path / "out")]) == 0
+        found.append(record(tmp_path / "out")["figures"]["decode_plain"])
+    assert found[0] == found[1], "nothing was measured again"
+
+
+def test_ceilings_of_several_runs_are_their_median() -> None:
+    runs = [{"rate0": 1.0, "ram": ram, "vram": 3e12, "num_launches": 600.0} for ram in (1e9, 5e9, 2e9)]
+    assert median_ceilings(runs) == Ceilings(2e9, vram=3e12, num_launches=600)
+    assert median_ceilings([*runs, {"ram": 2e9}]).vram is None
+
+
+@pytest.mark.parametrize(
+    "text", ["garbage", '{"arms": {"a": [1, "x", null]}}', '{"arms": [1]}', '{"arms": {"a": {"b": 1}}}']
+)
+def test_damaged_runs_are_measured_anew(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    kept = KeptRuns(tmp_path, {"commit": "a"})
+    kept.path.write_text(text)
+    assert kept.read("a") == []
+    assert "is damaged, its runs are measured anew" in caplog.text
+    kept.add("a", {"rate0": 2.0})
+    assert kept.read("a") == [{"rate0": 2.0}]
+
+
+@pytest.mark.parametrize("option", ["--out", "--profile"])
+def test_a_file_in_the_way_is_said_before_anything_is_measured(
+    tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(synthetic_bench, "open_learned", lambda *_: pytest.fail("measured"))
+    assert main([*DECODE, option, str(tmp_path / "file")]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 2
+    assert "cannot be written" in lines[0]
+
+
+def test_an_arm_without_room_is_refused_before_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(synthetic_bench, "open_learned", lambda *_: pytest.fail("measured"))
+    assert main([*DECODE, "--arm", "depth"]) == 2
+    assert "arm depth decodes at 131,072 positions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["decode", "--arm", "skewed"], "--arm, --layers and --profile are for computed models"),
+        (
+            ["decode", "some-model", "--synthetic", "tiny-hyper"],
+            "either the model some-model or --synthetic tiny-hyper",
+        ),
+        (["ready", "--synthetic", "tiny-hyper", "--arm", "skewed"], "bench ready has no arms"),
+        (["prompt", "--synthetic", "tiny-hyper"], "use decode, ready, checkpoint or pack"),
+        (["decode", "--synthetic", "tiny-hyper", "--learn", "99999999"], "less than or equal to 1048576"),
+    ],
+)
+def test_what_does_not_apply_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words, *MODEL]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_named_error_of_the_process_that_gets_ready_is_named_here(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "ready", *COMPUTED[:4], "--runs", "1", "--log-level", "error"]
+    assert main([*words, "--device", "cpu", "--ram-gib", "0.000001"]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 2
+    assert "the process that was to get ready" not in lines[0]
+    assert lines[1].startswith("  try: ")
+
+
+def test_a_rate_of_page_locking_is_a_cards() -> None:
+    use = MemoryUse(None, 1 << 30, 1 << 30, 1 << 30, 1 << 30, 0.001, 1)
+    assert use.lock_rate == 0
+    assert use.lines()[-1] == "page-locked 1.00 GiB, path 1"
