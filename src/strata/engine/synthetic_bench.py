@@ -120,11 +120,7 @@ def run_decode_arms(
 ) -> Iterator[ArmResult]:
     """Measures arms, going on from runs that were kept of the same commit and settings. The weights of a routing are
     loaded once for all its arms, so results come routing by routing. Raises ``ConfigError``."""
-    model = case.open(arms[0].routing)
-    max_context = choose_context(requested, model.config.max_positions)
-    model.close()
-    for arm in arms:  # before the first of them takes minutes
-        check_context(arm, case.tokens, max_context)
+    check_contexts(case, arms, requested)
     for routing in dict.fromkeys(arm.routing for arm in arms):
         yield from _run_routing(case, routing, [arm for arm in arms if arm.routing == routing], requested, report)
 
@@ -159,8 +155,16 @@ def open_learned(
         model.close()
 
 
+def check_contexts(case: SyntheticCase, arms: Sequence[Arm], requested: Requested) -> None:
+    """Before the first arm takes minutes. Raises ``ConfigError`` where one needs more positions."""
+    model = case.open(arms[0].routing)
+    max_context = choose_context(requested, model.config.max_positions)
+    model.close()
+    for arm in arms:
+        check_context(arm, case.tokens, max_context)
+
+
 def check_context(arm: Arm, tokens: int, max_context: int) -> None:
-    """Raises ``ConfigError`` where the arm needs more positions."""
     if max_context <= tokens:
         raise ConfigError(f"--decode {tokens}: the context holds {max_context:,}", "give a smaller --decode")
     if max(arm.contexts) > K and max_context < max(arm.contexts) + tokens:
