@@ -143,7 +143,7 @@ def written_to(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{folder.name or folder} cannot be written: {error.strerror or error}",
+            f"{folder} cannot be written: {error.strerror or error}",
             "name a folder on a drive with room that may be written",
         ) from error
 

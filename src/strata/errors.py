@@ -14,6 +14,7 @@ __all__ = [
     "MemoryPlanError",
     "RequestError",
     "StrataError",
+    "lacks_memory",
 ]
 
 
@@ -70,3 +71,15 @@ class EngineError(StrataError):
     """The engine could not finish a round: a dead worker, a missed deadline, logits not finite."""
 
     exit_status = 1
+
+
+# How native code words it in errors of other kinds: the loader of libraries, torch's allocator, C++, the C library.
+MEMORY_WORDS = (
+    "cannot allocate memory", "can't allocate memory", "failed to map segment", "cannot map zero-fill", "bad_alloc",
+    "can't start new thread", "cannot allocate thread",
+)  # fmt: skip
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error of any kind says that memory, or room for a thread's stack, is what is missing."""
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in MEMORY_WORDS)

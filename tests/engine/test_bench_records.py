@@ -84,6 +84,7 @@ def test_a_file_in_the_way_is_said_before_anything_is_measured(
     assert main([*DECODE, option, str(tmp_path / "file")]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 2
+    assert str(tmp_path / "file") in lines[0]
     assert "cannot be written" in lines[0]
 
 
@@ -98,19 +99,28 @@ def test_an_arm_without_room_is_refused_before_the_others_are_measured(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["decode", "--arm", "skewed"], "--arm, --layers and --profile are for computed models"),
+        (["decode", "--arm", "skewed"], "--arm is for computed models"),
         (
             ["decode", "some-model", "--synthetic", "tiny-hyper"],
-            "either the model some-model or --synthetic tiny-hyper",
+            "a model's name means nothing for --synthetic tiny-hyper",
         ),
-        (["ready", "--synthetic", "tiny-hyper", "--arm", "skewed"], "bench ready has no arms"),
-        (["prompt", "--synthetic", "tiny-hyper"], "use decode, ready, checkpoint or pack"),
+        (["decode", "--synthetic", "tiny-hyper", "--prompt", "9"], "--prompt means nothing for --synthetic tiny-hyper"),
+        (["ready", "--synthetic", "tiny-hyper", "--arm", "skewed"], "--arm means nothing for bench ready"),
+        (["ready", "--synthetic", "tiny-hyper", "--learn", "64"], "--learn means nothing for bench ready"),
+        (["prompt", "--synthetic", "tiny-hyper"], "it is for decode, ready, checkpoint, pack"),
+        (["decode", "--gib", "2"], "--gib means nothing for bench decode"),
         (["decode", "--synthetic", "tiny-hyper", "--learn", "99999999"], "less than or equal to 1048576"),
+        (["decode", "--synthetic", "tiny-hyper", "--out", "x", "--machine", "../y"], "'../y' is no name of a machine"),
     ],
 )
-def test_what_does_not_apply_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_apply_is_refused(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["bench", *words, *MODEL]) == 2
     assert said in capsys.readouterr().err
+    assert not list(tmp_path.parent.glob("y")), "no folder is made for it"
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_named_error_of_the_process_that_gets_ready_is_named_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -301,7 +301,7 @@ def test_names_that_are_not_known_are_refused(capsys: pytest.CaptureFixture[str]
     for words, line in (
         (["pack"], "bench pack needs --synthetic"),
         (["pack", "--synthetic", "tiny-hyper"], "bench pack needs --to"),
-        (["prompt", "--synthetic", "tiny-hyper"], "bench prompt has no --synthetic"),
+        (["prompt", "--synthetic", "tiny-hyper"], "--synthetic means nothing for bench prompt"),
         (["decode", "--synthetic", "nothing"], "no synthetic shape 'nothing'"),
         (["decode", "--synthetic", "tiny-hyper", "--dense", "q4"], "--dense 'q4' is not known"),
         (["checkpoint", "--synthetic", "tiny-hyper"], "bench checkpoint needs --to"),

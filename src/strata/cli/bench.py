@@ -13,6 +13,7 @@ import typer
 
 from strata import interrupts
 from strata.benchmark_record import check_folder, record_path
+from strata.cli.bench_options import KINDS, full_command, refuse_idle_options
 from strata.cli.configure import Configure
 from strata.cli.synthetic_bench import (
     SyntheticWords,
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
     from strata.benchmark_record import Record
     from strata.config import Requested
 
-KINDS = ("kernels", "cache", "decode", "prompt", "ready", "checkpoint", "pack")
 SYNTHETIC_TOKENS = 512
 MOST_LEARNED = 1 << 20
 
 
 def command(
+    context: typer.Context,
     configure: Configure,
     what: Annotated[
         str, typer.Argument(metavar="kernels|cache|decode|prompt|ready|checkpoint|pack", help="What to measure.")
@@ -83,12 +84,7 @@ def command(
     requested = configure(name)
     if what in ("checkpoint", "pack") and synthetic is None:
         raise ConfigError(f"bench {what} needs --synthetic SHAPE", f"strata bench {what} --synthetic SHAPE --to FOLDER")
-    if synthetic is None and (arm or profile is not None or layers is not None):
-        raise ConfigError("--arm, --layers and --profile are for computed models", "add --synthetic SHAPE")
-    if synthetic is not None and name is not None:
-        raise ConfigError(f"either the model {name} or --synthetic {synthetic}", "leave one out")
-    if arm and what != "decode":
-        raise ConfigError(f"bench {what} has no arms", "leave --arm out")
+    refuse_idle_options(context, what, synthetic)
     if synthetic is not None:
         tokens = decode or SYNTHETIC_TOKENS
         words = SyntheticWords(
@@ -103,7 +99,7 @@ def command(
         return 0
     kept_as = what
     if out is not None:
-        check_folder(out / machine)
+        check_folder(record_path(out, machine, what).parent)
     if what == "cache":
         record = bench_cache(requested, text, tokens, plot)
     elif what == "ready":
@@ -123,8 +119,7 @@ def bench_kernels(requested: Requested, gib: float, repeats: int) -> Record:
 
     interrupts.in_order()
     threads = None if isinstance(requested.threads, str) else requested.threads
-    command = f"strata bench kernels --gib {gib:g} --repeats {repeats}"
-    command += "" if threads is None else f" --threads {threads}"
+    command = full_command(f"strata bench kernels --gib {gib:g} --repeats {repeats}", requested)
     record = bench.bench_kernels(gib=gib, threads=threads, repeats=repeats, command=command)
     print("\n".join(bench.describe(record)))
     return record
@@ -136,7 +131,10 @@ def bench_cache(requested: Requested, text: Path | None, tokens: int, plot: Path
     if plot is not None:  # before minutes of measuring
         cache_bench.check_drawing(plot)
     interrupts.in_order()
-    table, record = cache_bench.bench_cache(requested, text=read_text(text), tokens=tokens)
+    table, record = cache_bench.bench_cache(
+        requested, text=read_text(text), tokens=tokens,
+        command=full_command(f"strata bench cache --tokens {tokens}", requested),
+    )  # fmt: skip
     print("\n".join(table.lines()))
     if plot is not None:
         cache_bench.draw_cache(table, plot)
@@ -155,7 +153,7 @@ def bench_speed(requested: Requested, what: str, prompt: int, decode: int, runs:
         tokens=decode,
         runs=runs,
         measure=measure,
-        command=f"strata bench {what}",
+        command=full_command(f"strata bench {what} --prompt {prompt} --decode {decode} --runs {runs}", requested),
     )
     print("\n".join(bench.lines()))
     return record

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from strata import interrupts
 from strata.benchmark_record import Figure, Record, check_folder, record_path, written_to
-from strata.config import BY_NAME
+from strata.cli.bench_options import full_command
 from strata.errors import ConfigError
-from strata.option_values import format_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,15 +73,11 @@ class SyntheticWords:
 def run_synthetic(what: str, words: SyntheticWords, requested: Requested) -> Record:
     """Measures the arms asked for; the record of the last one holds all their figures."""
     case = words.case()
-    for folder in (words.out and words.out / words.machine, words.profile):
-        if folder is not None:  # before minutes of measuring
-            check_folder(folder)
-    if what == "decode":
-        record = _decode(case, words, requested)
-    elif what == "ready":
-        record = _ready(case, words, requested)
-    else:
-        raise ConfigError(f"bench {what} has no --synthetic", "use decode, ready, checkpoint or pack")
+    if words.out is not None:  # before minutes of measuring
+        check_folder(record_path(words.out, words.machine, what).parent)
+    if words.profile is not None:
+        check_folder(words.profile)
+    record = (_decode if what == "decode" else _ready)(case, words, requested)
     if words.profile is not None:
         _profile(case, words.profile, requested)
     return record
@@ -139,24 +134,9 @@ def bench_ready(requested: Requested, runs: int) -> tuple[Record, str]:
         "ready_from": "files, the page cache dropped before each run", "ready_read_gb": round(read / 1e9, 2),
         "drive_gb_per_s": round(drive / 1e9, 2),
     } | found[-1].as_details()  # fmt: skip
-    command = asked_for(f"strata bench ready {opened.name} --runs {runs}", requested)
+    command = full_command(f"strata bench ready {opened.name} --runs {runs}", requested)
     name = re.sub(r"[^a-z0-9]+", "-", opened.name.lower()).strip("-")
     return Record(command, machine() | details, figures), f"ready-{name}"
-
-
-def asked_for(command: str, requested: Requested) -> str:
-    """``command`` and every option that was not left as it is, as a user writes them; paths are nobody's but his."""
-    before, after = [], []
-    for name, option in BY_NAME.items():
-        value = getattr(requested, name)
-        if requested.origin(name) == "default" or name in ("model", "out") or isinstance(value, Path):
-            continue
-        said = format_value(value)
-        if not option.flag:
-            before.append(f"{option.variable}={said}")
-        elif value is not False:
-            after.append(option.flag if option.is_switch else f"{option.flag} {said}")
-    return " ".join([*before, command, *after])
 
 
 def _probe(case: SyntheticCase | None, requested: Requested, count: int, files: Sequence[Path] = ()) -> list[ReadyRun]:
@@ -191,7 +171,7 @@ def _record(
     from strata.engine.synthetic_bench import results_name
     from strata.kernels.bench import machine
 
-    command = asked_for(words.command(what), requested)
+    command = full_command(words.command(what), requested)
     facts = {"weights": f"computed from seed {words.seed}", "experts": words.experts, "tokens": words.tokens}
     record = Record(command, machine() | facts | dict(details), dict(figures))
     if words.out is not None:

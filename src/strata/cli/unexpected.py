@@ -16,7 +16,7 @@ from pathlib import Path
 
 from strata import version
 from strata.cli.process_limits import WAY_OUT, describe_limits
-from strata.errors import StrataError
+from strata.errors import StrataError, lacks_memory
 from strata.paths import find_home
 from strata.words import with_program
 
@@ -25,11 +25,6 @@ __all__ = ["print_error", "tell_unexpected"]
 NO_MEMORY = (
     b"strata: error: not enough memory\n  try: raise its limit (ulimit -v, ulimit -d), or close other programs\n"
 )
-# How native code words it in errors of other kinds: the loader of libraries, torch's allocator, C++, the C library.
-MEMORY_WORDS = (
-    "cannot allocate memory", "can't allocate memory", "failed to map segment", "cannot map zero-fill", "bad_alloc",
-    "can't start new thread", "cannot allocate thread",
-)  # fmt: skip
 
 
 def print_error(message: str, hint: str = "") -> None:
@@ -74,8 +69,7 @@ def is_of_memory(error: BaseException) -> bool:
             return False
         if isinstance(seen, SystemError) and describe_limits():  # native code that failed without saying why
             return True
-        text = str(seen).lower()
-        if isinstance(seen, MemoryError) or any(words in text for words in MEMORY_WORDS):
+        if lacks_memory(seen):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

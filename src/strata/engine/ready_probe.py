@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strata.errors import CheckpointError, ConfigError, EngineError, MemoryPlanError, StrataError
+from strata.errors import CheckpointError, ConfigError, EngineError, MemoryPlanError, StrataError, lacks_memory
 from strata.stages import Stage, format_stages
 
 if TYPE_CHECKING:
@@ -142,11 +142,13 @@ def main() -> None:
         print(FAILED + json.dumps([type(error).__name__, error.message, error.hint]))
         raise SystemExit(1) from None
     except (MemoryError, OSError, RuntimeError) as error:
-        words = " ".join(str(error).split())
-        if not isinstance(error, MemoryError) and "llocate memory" not in words and "enforce fail" not in words:
+        if not lacks_memory(error):
             raise
-        hint = "raise its limit (ulimit -v, ulimit -d), or close other programs"
-        print(FAILED + json.dumps(["EngineError", f"not enough memory: {words}", hint]))
+        told = f"not enough memory: {' '.join(str(error).split())}"
+        print(
+            FAILED
+            + json.dumps(["EngineError", told, "raise its limit (ulimit -v, ulimit -d), or close other programs"])
+        )
         raise SystemExit(1) from None
 
 
