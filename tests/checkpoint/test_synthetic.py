@@ -128,9 +128,11 @@ def test_values_do_not_depend_on_threads_or_on_where_they_begin() -> None:
 
 def test_table_rows_carry_their_check_word_and_are_gathered(tmp_path: Path) -> None:
     columns, nbytes = 40, row_bytes(40, "q8_0")
-    rows = compute_rows(5, 100, columns, nbytes, 3, 55, -5)
+    rows, whole = np.empty((100, nbytes), np.uint8), np.empty((105, nbytes), np.uint8)
+    compute_rows(rows, 5, columns, 3, 55, -5)
     assert np.array_equal(row_checks(rows[:, :-4], np.arange(5, 105)), rows[:, -4:].copy().view("<u4").ravel())
-    whole = compute_rows(0, 105, columns, nbytes, 3, 55, -5)
+    compute_rows(whole, 0, columns, 3, 55, -5)
+    assert np.array_equal(rows, whole[5:])
     (tmp_path / "table").write_bytes(whole.tobytes())
     with TableFile(tmp_path / "table", 105, columns, "q8_0") as table:
         values = table.read_rows(0, 105)

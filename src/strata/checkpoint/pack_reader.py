@@ -121,8 +121,9 @@ class PackReader:
         weights: dict[str, DenseWeight] = {}
         done, total = 0, self.dense_bytes
         own = [name for name, record in self.manifest.dense.items() if record.tied_to is None]
+        names = [*self.manifest.tables, *own]  # tables first: a computed one takes long, and others go on beside it
         self._begin_dense()
-        for name, weight in zip(own, in_order(self.load_weight, own), strict=True):
+        for name, weight in zip(names, in_order(self.load_weight, names), strict=True):
             weights[name] = weight if place is None else place(weight)
             done += self.matrix_bytes(name)
             if progress is not None:
@@ -130,8 +131,6 @@ class PackReader:
         for name, record in self.manifest.dense.items():
             if record.tied_to is not None:
                 weights[name] = weights[record.tied_to]
-        for name in self.manifest.tables:
-            weights[name] = self.load_weight(name)
         return weights
 
     def _begin_dense(self) -> None:

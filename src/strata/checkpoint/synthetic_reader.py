@@ -9,6 +9,7 @@ residual stream and which one picks is an argument. Decision record 0086.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,6 @@ from strata.version import VERSION
 
 __all__ = ["Scaling", "SyntheticReader", "SyntheticWeights"]
 
-ROWS_AT_ONCE = 1 << 16
 _SMALLEST_HALF = -14  # exponent of the smallest normal FP16 number
 _STEP = -5  # embeddings and tables: whole numbers over 32, spread evenly to +-55, so that their size is one
 _SIZE_ONE = 55
@@ -167,7 +167,8 @@ class SyntheticReader(PackReader):
             codes, exponent = self._embedding(entry), _STEP
         else:
             codes, exponent = self._values(entry, torch.int8), self._size(entry)[1]
-        return Matrix("q8_0", codes, columns, torch.full((rows, columns // 32), 2.0**exponent, dtype=torch.float16))
+        scales = np.full((rows, columns // 32), 2.0**exponent, np.float16)
+        return Matrix("q8_0", codes, columns, torch.from_numpy(scales))
 
     def _values(self, entry: WeightEntry, dtype: torch.dtype) -> torch.Tensor:
         return compute_values(entry.shape, self._key(entry.name), *self._size(entry), dtype)
@@ -306,11 +307,12 @@ class _ComputedTable(TableFile):
         self.rows, self.columns, self.format = rows, columns, "q8_0"
         self.row_bytes = row_bytes(columns, "q8_0")
         self._file = _nameless_file()
-        for first in range(0, rows, ROWS_AT_ONCE):
-            count = min(ROWS_AT_ONCE, rows - first)
-            part = compute_rows(first, count, columns, self.row_bytes, key, _SIZE_ONE, _STEP).data.cast("B")
-            while part:
-                part = part[os.write(self._file, part) :]
+        os.ftruncate(self._file, rows * self.row_bytes)
+        # Computed where it stays: writing it from elsewhere is one thread's work.
+        with mmap.mmap(self._file, rows * self.row_bytes) as mapped:
+            whole = np.frombuffer(mapped, np.uint8).reshape(rows, self.row_bytes)
+            compute_rows(whole, 0, columns, key, _SIZE_ONE, _STEP)
+            del whole  # the mapping ends only when nothing looks at it
 
 
 def _nameless_file() -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from strata.kernels.cpu.gather import table_row_bytes
 from strata.kernels.cpu.library import check, declare, library
 from strata.quant.layout import ExpertLayout
 
@@ -22,6 +23,7 @@ __all__ = ["RMS_OF_CODES", "BlobRecipe", "compute_blob", "compute_rows", "comput
 
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 _TYPES = {torch.int8: 0, torch.bfloat16: 1, torch.float32: 2}
+_ELEMENTS = {torch.int8: np.int8, torch.bfloat16: np.int16, torch.float32: np.float32}
 _ALL = (1 << 64) - 1
 
 # What codes and scales are and-ed and or-ed with. Every NVFP4 code is valid; scales are E4M3 0.5 to 0.94 (codes 0x30 to
@@ -81,7 +83,8 @@ def compute_values(
 
     int8 holds the numbers themselves. ``first`` is the place of the first value, a multiple of 8. Runs on the pool.
     """
-    values = torch.empty(shape, dtype=dtype)
+    # numpy's memory, which asks for huge pages: page faults of torch's took two thirds of the whole.
+    values = torch.from_numpy(np.empty(shape, _ELEMENTS[dtype])).view(dtype)
     number, integer = ctypes.c_long, ctypes.c_int
     call = declare(
         "strata_synthetic_values", ctypes.c_void_p, number, number, ctypes.c_uint64, integer, integer, integer
@@ -90,12 +93,12 @@ def compute_values(
     return values
 
 
-def compute_rows(
-    first: int, count: int, columns: int, row_bytes: int, key: int, amplitude: int, exponent: int
-) -> ByteArray:
-    """Rows of a q8_0 table as its file holds them, count x row_bytes in fresh memory. Runs on the pool."""
-    rows = np.empty((count, row_bytes), np.uint8)
+def compute_rows(rows: ByteArray, first: int, columns: int, key: int, amplitude: int, exponent: int) -> None:
+    """Fills ``rows`` (count x row_bytes, contiguous) with rows of a q8_0 table as its file holds them. Runs on the
+    pool."""
+    count, nbytes = rows.shape
+    assert rows.flags.c_contiguous
+    assert nbytes == table_row_bytes(columns, "q8_0"), (nbytes, columns)
     number, integer = ctypes.c_int64, ctypes.c_int
     call = declare("strata_synthetic_table", ctypes.c_void_p, number, number, number, ctypes.c_uint64, integer, integer)
     check(call(rows.ctypes.data, first, count, columns, key, amplitude, exponent))
-    return rows
