@@ -12,7 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from strata.checkpoint.synthetic_reader import SyntheticWeights
 from strata.config_sources import resolve_here
+from strata.engine import load_memory
 from strata.engine import runtime as runtime_module
+from strata.engine.dense_block import DensePlacer
 from strata.engine.engine import Engine
 from strata.engine.models import BUILT_IN_NAME
 from strata.engine.runtime import Runtime
@@ -48,19 +50,19 @@ def count_alive(held: dict[int, StorageWeakRef]) -> int:
 @pytest.fixture
 def _own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each weight has memory of its own, so that one that is still held is counted."""
-    make = runtime_module.placer
-
     def copied(weight: object) -> object:
         if isinstance(weight, Matrix):
             scales = None if weight.scales is None else weight.scales.clone()
             return replace(weight, data=weight.data.clone(), scales=scales)
         return weight.clone() if isinstance(weight, torch.Tensor) else weight
 
-    def own_placer(block: torch.Tensor) -> Any:
-        place = make(block)
-        return lambda weight: copied(place(weight))
+    class Copying(DensePlacer):
+        def __call__(self, weight: Any) -> Any:
+            placed = super().__call__(weight)
+            self.finish()
+            return copied(placed)
 
-    monkeypatch.setattr(runtime_module, "placer", own_placer)
+    monkeypatch.setattr(load_memory, "DensePlacer", Copying)
 
 
 @pytest.mark.usefixtures("_own_memory")

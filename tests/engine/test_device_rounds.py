@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strata.engine.dense_block import placer, take_block, tensors_of
+from strata.engine.dense_block import DensePlacer, take_block, tensors_of
 from strata.engine.device_rounds import DeviceRounds, RoundGivenUp
 from strata.engine.models import open_model
 from strata.engine.round_profile import CARD_LANE, profile_prompt, profile_rounds
@@ -18,7 +18,7 @@ from strata.engine.session import Session
 from strata.engine.timeline import Timeline
 from strata.errors import CheckpointError, EngineError
 from strata.kernels.cpu.conductor import Conductor
-from strata.kernels.host import HostBackend, HostBuffer, HostRegistration
+from strata.kernels.host import CopyTiming, HostBackend, HostBuffer, HostFaults, HostRegistration
 from strata.layers.ngram_hash import NgramHash
 from tests.engine.conftest import VOCABULARY, load
 from tests.engine.emulated_device import EmulatedDevice, device_runtime
@@ -133,11 +133,20 @@ def test_a_plan_knows_what_rounds_share_with_the_host(packs: dict[str, Path], mo
         assert runtime.plan.shape.mailbox_bytes == sum(taken) > 0
 
 
-def test_dense_weights_lie_in_one_block_of_their_own_size(packs: dict[str, Path]) -> None:
+@pytest.mark.parametrize("copies", ["at_once", "threaded", "last_moment"])
+@pytest.mark.parametrize("num_buffers", [0, 1, 3])
+def test_dense_weights_lie_in_one_block_of_their_own_size(
+    packs: dict[str, Path], num_buffers: int, copies: CopyTiming
+) -> None:
     opened = open_model(str(packs["default"]))
+    backend = HostBackend(1 << 20, HostFaults(copies=copies))
+    held = [backend.allocate_pinned(4096)[0] for _ in range(num_buffers)]
     try:
         weights = opened.dense(None)
-        moved = opened.dense_elsewhere(placer(take_block(opened.reader, EmulatedDevice())))
+        block = take_block(opened.reader, EmulatedDevice())
+        place = DensePlacer(block, backend, [buffer.address for buffer in held], 4096)
+        moved = opened.dense_elsewhere(place)
+        place.finish()
         blocks, sizes = set(), []
         for name, weight in weights.items():
             other = moved[name]
@@ -152,6 +161,7 @@ def test_dense_weights_lie_in_one_block_of_their_own_size(packs: dict[str, Path]
         assert len(blocks) == 1
         assert after.untyped_storage().nbytes() < sum(sizes) + 512 * len(sizes)
     finally:
+        backend.close()
         opened.close()
 
 

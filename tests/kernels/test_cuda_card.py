@@ -46,8 +46,8 @@ extern "C" __global__ void wait(volatile int* word) { while (*word == 0) {} }
 
 
 @pytest.fixture
-def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
-    """A card of 64 MiB whose kernels are those above and the package's empty one."""
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    """For kernels: those above and the package's empty one. What tests before it have left counts for nobody's cap."""
     package = compiling.FOLDERS[0]
     (tmp_path / "tests.cu").write_text(SOURCE)
     (tmp_path / "step.h").write_text("__device__ float step(float x, float y) { return x + y; }\n")
@@ -55,8 +55,14 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevi
         (tmp_path / name).write_bytes((package / name).read_bytes())
     monkeypatch.setattr(compiling, "FOLDERS", (tmp_path,))
     gc.collect()
-    torch.cuda.empty_cache()  # what tests before it have left counts for nobody's cap
-    with open_device(0, cap_bytes=64 * MIB, home=Home(tmp_path / "home")) as device:
+    torch.cuda.empty_cache()
+    return Home(tmp_path / "home")
+
+
+@pytest.fixture
+def device(home: Home) -> Iterator[CudaDevice]:
+    """A card of 64 MiB."""
+    with open_device(0, cap_bytes=64 * MIB, home=home) as device:
         yield device
 
 
@@ -102,19 +108,20 @@ def test_the_cap_holds_and_its_peak_is_measured(device: CudaDevice) -> None:
     assert backend.info().memory_free == backend.info().memory_total == 64 * MIB
 
 
-def test_torch_and_the_backend_share_the_cap(device: CudaDevice) -> None:
+def test_torch_and_the_backend_share_the_cap(home: Home) -> None:
     held = torch.cuda.memory_reserved(0)  # what libraries of earlier tests keep for good
-    charge = device.backend.share_with_torch(34 * MIB + held, 40 * MIB + held)
-    kept = torch.zeros(30 * MIB, dtype=torch.uint8, device=device.machine.device)
-    with pytest.raises(MemoryPlanError, match="no room for a test: only"), named_refusals(device, "a test"):
-        torch.zeros(30 * MIB, dtype=torch.uint8, device=device.machine.device)
-    with pytest.raises(DeviceMemoryFull):
-        device.backend.allocate(31 * MIB)
-    assert 30 * MIB <= device.backend.statistics().torch_peak_bytes - held <= 40 * MIB
-    del kept
-    charge.release()
-    torch.zeros(100 * MIB, dtype=torch.uint8, device=device.machine.device)
-    device.trim()
+    with open_device(0, cap_bytes=64 * MIB + held, home=home) as device:
+        charge = device.backend.share_with_torch(34 * MIB + held, 40 * MIB + held)
+        kept = torch.zeros(30 * MIB, dtype=torch.uint8, device=device.machine.device)
+        with pytest.raises(MemoryPlanError, match="no room for a test: only"), named_refusals(device, "a test"):
+            torch.zeros(30 * MIB, dtype=torch.uint8, device=device.machine.device)
+        with pytest.raises(DeviceMemoryFull):
+            device.backend.allocate(31 * MIB)
+        assert 30 * MIB <= device.backend.statistics().torch_peak_bytes - held <= 40 * MIB
+        del kept
+        charge.release()
+        torch.zeros(100 * MIB, dtype=torch.uint8, device=device.machine.device)
+        device.trim()
 
 
 def test_more_than_the_card_has() -> None:

@@ -117,14 +117,19 @@ class PackReader:
         """All dense weights by canonical name, checked, in fresh memory: ``Matrix``, FP32 or int64 tensors, and
         ``TableFile`` for tables (open until ``close``). A tied weight is the same object as what it is tied to.
 
-        ``place`` moves each one (tables stay) while the next are read; what it was given is not kept."""
+        ``place`` moves each one (tables stay) on the thread that has read it; what it was given is not kept."""
         weights: dict[str, DenseWeight] = {}
         done, total = 0, self.dense_bytes
         own = [name for name, record in self.manifest.dense.items() if record.tied_to is None]
         names = [*self.manifest.tables, *own]  # tables first: a computed one takes long, and others go on beside it
         self._begin_dense()
-        for name, weight in zip(names, in_order(self.load_weight, names), strict=True):
-            weights[name] = weight if place is None else place(weight)
+
+        def load(name: str) -> DenseWeight:
+            weight = self.load_weight(name)
+            return weight if place is None else place(weight)
+
+        for name, weight in zip(names, in_order(load, names), strict=True):
+            weights[name] = weight
             done += self.matrix_bytes(name)
             if progress is not None:
                 progress(done, total)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from strata.engine.dense_block import take_block
+from strata.engine.dense_block import DensePlacer, take_block
 from strata.engine.devices import hold_to_plan, named_refusals
 from strata.experts.profile import read_profile
 from strata.experts.source import BlobPlace
-from strata.experts.taking import TakenMemory, take_experts
+from strata.experts.taking import TakenMemory, synchronize_quietly, take_experts
 from strata.kernels.host import HostBackend, HostFaults, PageLocks
 from strata.memory import planner
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
     from strata.checkpoint.pack_reader import PackReader
@@ -36,10 +35,10 @@ __all__ = ["LoadMemory", "take_memory"]
 
 @dataclass(frozen=True)
 class LoadMemory:
-    """What was taken for a model before anything of it is read. ``block``: for the dense weights on a card."""
+    """What was taken for a model before anything of it is read. ``place`` puts dense weights onto a card."""
 
     backend: Backend
-    block: torch.Tensor | None
+    place: DensePlacer | None
     file: PackExperts
     heat: NDArray[np.float64] | None
     experts: TakenMemory
@@ -70,7 +69,11 @@ def take_memory(
     heat = None if profile is None else profile.heat(requested.adapt_every)
     experts = take_experts(plan, file, backend, heat)
     owned.callback(experts.owned.close)  # of nothing once the system has taken it over
-    return LoadMemory(backend, block, file, heat, experts)
+    place = None
+    if block is not None:
+        place = DensePlacer(block, backend, experts.buffers, plan.stride)  # the experts need their buffers later
+        owned.callback(synchronize_quietly, place.stream)
+    return LoadMemory(backend, place, file, heat, experts)
 
 
 class PackExperts:

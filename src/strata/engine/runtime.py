@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from strata.checkpoint.pack_writer import Progress
 from strata.config import Requested
 from strata.config_sources import Effect
-from strata.engine.dense_block import placer
 from strata.engine.devices import (
     RoundDevice,
     card_room,
@@ -180,11 +179,12 @@ class Runtime:
                 memory = take_memory(opened, requested, plan, device, owned, faults, locks)
             backend = memory.backend
             with stages.of("dense weights"):
-                weights: Weights = (
-                    opened.dense(on_progress)
-                    if memory.block is None
-                    else opened.dense_elsewhere(placer(memory.block), on_progress)
-                )
+                weights: Weights
+                if memory.place is None:
+                    weights = opened.dense(on_progress)
+                else:
+                    weights = opened.dense_elsewhere(memory.place, on_progress)
+                    memory.place.finish()
             with stages.of("model built"):
                 model = opened.family.build(opened.config, weights)
             experts = cls._open_experts(opened, requested, plan, memory, link_share, injection, on_progress, stages)

@@ -8,8 +8,8 @@ their turn. A staging buffer is used again only after the event of its last copy
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -120,6 +120,16 @@ class Mover:
     def stream(self) -> DeviceStream:
         """Where its copies are enqueued."""
         return self._stream
+
+    @contextmanager
+    def staged_by(self, stager: Stager) -> Iterator[None]:
+        """Other threads stage what is moved inside, all of which is waited for before the end."""
+        own, self._stager = self._stager, stager
+        try:
+            yield
+        finally:
+            self.drain()
+            self._stager = own
 
     def load(self, experts: Sequence[int], targets: Sequence[int]) -> list[Move]:
         """Starts copies of experts into device memory at ``targets``, in order; page-locked neighbours in one run.

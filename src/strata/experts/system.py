@@ -149,9 +149,13 @@ class ExpertSystem:
             store = ExpertStore(file.num_layers, file.num_experts, taken.slots, memory, mapped)
             report = _count_bytes(plan, source, placement, progress)
             source.direct = source.cached_share(placement.ram or placement.vram) < CACHED_ENOUGH
+            loading = ExitStack()
+            owned.callback(loading.close)
+            loader = Stager(MOST_LOAD_THREADS if source.direct else min(MOST_LOAD_THREADS, plan.request.num_cpus))
+            loading.callback(loader.close)
             if memory is not None:
                 with stages.of("experts into RAM"):
-                    _fill_ram(plan, store, source, placement, report)
+                    fill_ram(store, source, loader, placement.ram, report)
                 memory.settle()
                 stages.add("page-locking", memory.began, memory.ended)
             sizing = size_staging(plan, memory, placement)
@@ -179,8 +183,8 @@ class ExpertSystem:
                 injection=injection,
             )
         try:
-            with stages.of("slots"):
-                opened._fill_slots(placement, report)
+            with stages.of("slots"), loading:
+                opened._fill_slots(placement, loader, report)
         except BaseException:
             opened.close()
             raise
@@ -295,8 +299,9 @@ class ExpertSystem:
         """Waits for what moves and frees everything, in the reverse order of taking it. May be called twice."""
         self._owned.close()
 
-    def _fill_slots(self, placement: Placement, report: Callable[[int], None]) -> None:
-        fill_slots(self.store, self.mover, placement.vram, report)
+    def _fill_slots(self, placement: Placement, loader: Stager, report: Callable[[int], None]) -> None:
+        with self.mover.staged_by(loader):
+            fill_slots(self.store, self.mover, placement.vram, report)
         self._source.direct = self.plan.direct_reads
         counters = self.mover.counters
         self._loaded_bytes = len(placement.ram) * self._source.blob_bytes + counters.file_bytes
@@ -355,18 +360,3 @@ def _count_bytes(
             progress(done, total)
 
     return report
-
-
-def _fill_ram(
-    plan: ResolvedPlan,
-    store: ExpertStore,
-    source: ExpertSource,
-    placement: Placement,
-    report: Callable[[int], None],
-) -> None:
-    warm = min(MOST_LOAD_THREADS, plan.request.num_cpus)
-    loader = Stager(MOST_LOAD_THREADS if source.direct else warm)
-    try:
-        fill_ram(store, source, loader, placement.ram, report)
-    finally:
-        loader.close()
