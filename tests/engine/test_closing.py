@@ -50,6 +50,7 @@ def count_alive(held: dict[int, StorageWeakRef]) -> int:
 @pytest.fixture
 def _own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each weight has memory of its own, so that one that is still held is counted."""
+
     def copied(weight: object) -> object:
         if isinstance(weight, Matrix):
             scales = None if weight.scales is None else weight.scales.clone()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from strata.checkpoint.recognise import MANIFEST_FILE, find_pack, unreadable
 from strata.checkpoint.safetensors_header import TensorSpec, parse_header
 from strata.checkpoint.safetensors_reader import list_names, read_bytes
 from strata.checkpoint.table_rows import TableFile, row_bytes
+from strata.checkpoint.weight_memory import ReusedMemory, TakeMemory, fresh_memory
 from strata.errors import CheckpointError
 from strata.kernels.cpu.checksum import checksum
 from strata.kernels.cpu.synthetic import BlobRecipe
@@ -36,7 +38,6 @@ from strata.quant.layout import ExpertLayout
 __all__ = ["BlobLocation", "PackReader"]
 
 DenseWeight = Matrix | torch.Tensor | TableFile
-ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 _TORCH_TYPES = {
     "I64": torch.int64,
@@ -124,9 +125,14 @@ class PackReader:
         names = [*self.manifest.tables, *own]  # tables first: a computed one takes long, and others go on beside it
         self._begin_dense()
 
+        held = threading.local()
+
         def load(name: str) -> DenseWeight:
-            weight = self.load_weight(name)
-            return weight if place is None else place(weight)
+            if place is None:
+                return self.load_weight(name)
+            memory = vars(held).setdefault("memory", ReusedMemory())
+            memory.restart()
+            return place(self.load_weight(name, memory.take))
 
         for name, weight in zip(names, in_order(load, names), strict=True):
             weights[name] = weight
@@ -142,11 +148,11 @@ class PackReader:
         """Before threads ask for weights."""
         self._open(self.folder / DENSE_FILE)
 
-    def load_weight(self, name: str) -> DenseWeight:
-        """One canonical dense weight, checked, in fresh memory; a table is opened once and stays the reader's."""
+    def load_weight(self, name: str, memory: TakeMemory = fresh_memory) -> DenseWeight:
+        """One canonical dense weight, checked, in ``memory``; a table is opened once and stays the reader's."""
         record = self.manifest.dense.get(name)
         if record is not None:
-            return self._load_weight(record.tied_to or name, self.manifest.dense[record.tied_to or name])
+            return self._load_weight(record.tied_to or name, self.manifest.dense[record.tied_to or name], memory)
         if name not in self._tables:
             self._tables[name] = self._new_table(self.manifest.tables[name])
         return self._tables[name]
@@ -280,23 +286,25 @@ class PackReader:
                 raise unreadable(path, error) from error
         return self._files[path]
 
-    def _read_tensor(self, spec: TensorSpec, expected: str | None = None) -> torch.Tensor:
+    def _read_tensor(
+        self, spec: TensorSpec, expected: str | None = None, memory: TakeMemory = fresh_memory
+    ) -> torch.Tensor:
         what = f"{spec.path}: tensor {spec.name!r}"
         if spec.nbytes == 0:
             return torch.empty(spec.shape, dtype=_TORCH_TYPES[spec.dtype])
-        data = read_bytes(self._open(spec.path), spec.offset, spec.nbytes, what)
+        data = read_bytes(self._open(spec.path), spec.offset, spec.nbytes, what, memory)
         if expected is not None and tensor_checksum(data) != expected:
             raise CheckpointError(f"{what} is damaged: its checksum does not match", _AGAIN)
         return torch.from_numpy(data).view(_TORCH_TYPES[spec.dtype]).reshape(spec.shape)
 
-    def _load_weight(self, name: str, record: DenseTensor) -> Matrix | torch.Tensor:
+    def _load_weight(self, name: str, record: DenseTensor, memory: TakeMemory = fresh_memory) -> Matrix | torch.Tensor:
         wanted = _stored_shapes(name, record)
         read = {}
         for key, (dtype, shape) in wanted.items():
             spec = self._dense_specs.get(key)
             if spec is None or (spec.dtype, spec.shape) != (dtype, shape) or key not in record.checksums:
                 raise CheckpointError(f"{self.folder / DENSE_FILE}: {key!r} is not {dtype} {list(shape)}", _AGAIN)
-            read[key] = self._read_tensor(spec, record.checksums[key])
+            read[key] = self._read_tensor(spec, record.checksums[key], memory)
         if record.kind != "matrix":
             return read[name]
         assert record.format != "i64"

@@ -16,11 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 
 from strata.checkpoint.recognise import find_checkpoint, unreadable
 from strata.checkpoint.safetensors_header import TensorSpec, parse_header
+from strata.checkpoint.weight_memory import ByteArray, TakeMemory, fresh_memory
 from strata.errors import CheckpointError
 
 __all__ = ["Checkpoint", "list_names", "read_bytes", "read_json_object"]
@@ -108,10 +108,10 @@ class Checkpoint:
         self.close()
 
 
-def read_bytes(descriptor: int, offset: int, nbytes: int, what: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Exactly ``nbytes`` of an open file as a fresh array. ``what`` opens the error's line."""
+def read_bytes(descriptor: int, offset: int, nbytes: int, what: str, memory: TakeMemory = fresh_memory) -> ByteArray:
+    """Exactly ``nbytes`` of an open file, in ``memory``. ``what`` opens the error's line."""
     try:
-        data = np.empty(nbytes, dtype=np.uint8)
+        data = memory(nbytes)
     except MemoryError as error:
         raise CheckpointError(
             f"{what} needs {nbytes} bytes of memory, which the system refused",

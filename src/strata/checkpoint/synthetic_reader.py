@@ -27,6 +27,7 @@ from strata.checkpoint.pack_writer import LAYOUT_NUMBER
 from strata.checkpoint.synthetic_routing import Routing, num_topics, routing_numbers
 from strata.checkpoint.table_rows import TableFile, row_bytes
 from strata.checkpoint.weight_map import WeightEntry, WeightMap
+from strata.checkpoint.weight_memory import TakeMemory, fresh_memory
 from strata.errors import ConfigError
 from strata.kernels.cpu.synthetic import RMS_OF_CODES, compute_blob, compute_rows, compute_values, key_of, recipe_of
 from strata.kernels.ops import Matrix, MatrixFormat
@@ -120,7 +121,7 @@ class SyntheticReader(PackReader):
     def _begin_dense(self) -> None:
         """No file is opened."""
 
-    def load_weight(self, name: str) -> DenseWeight:
+    def load_weight(self, name: str, memory: TakeMemory = fresh_memory) -> DenseWeight:
         if name in self.manifest.tables:
             if name not in self._tables:
                 table = self.manifest.tables[name]
@@ -131,8 +132,8 @@ class SyntheticReader(PackReader):
         if record.kind == "vector":  # of norms, plain or plus one: near one both keep what a block reads at size one
             return 1 + compute_values(entry.shape, self._key(entry.name), 8, -6, torch.float32)
         if record.kind == "conv":
-            return self._values(entry, torch.float32)
-        return self._matrix(entry, cast(MatrixFormat, record.format))
+            return self._values(entry, torch.float32, memory)
+        return self._matrix(entry, cast(MatrixFormat, record.format), memory)
 
     def expert_location(self, layer: int, expert: int) -> BlobLocation:
         assert self.layout is not None
@@ -154,24 +155,24 @@ class SyntheticReader(PackReader):
     def _key(self, name: str) -> int:
         return key_of(self.weights.seed, name)
 
-    def _matrix(self, entry: WeightEntry, format: MatrixFormat) -> Matrix:
+    def _matrix(self, entry: WeightEntry, format: MatrixFormat, memory: TakeMemory) -> Matrix:
         rows, columns = entry.shape
         if self._scaling.is_router(entry):
             return Matrix("f32", self._router(entry), columns)
         if format != "q8_0" or columns % 32:
             dtype = torch.bfloat16 if format == "bf16" else torch.float32
             if entry.role == "embedding":
-                return Matrix(format, self._embedding(entry).to(dtype).mul_(2.0**_STEP), columns)
-            return Matrix(format, self._values(entry, dtype), columns)
+                return Matrix(format, self._embedding(entry, memory).to(dtype).mul_(2.0**_STEP), columns)
+            return Matrix(format, self._values(entry, dtype, memory), columns)
         if entry.role == "embedding":
-            codes, exponent = self._embedding(entry), _STEP
+            codes, exponent = self._embedding(entry, memory), _STEP
         else:
-            codes, exponent = self._values(entry, torch.int8), self._size(entry)[1]
-        scales = np.full((rows, columns // 32), 2.0**exponent, np.float16)
-        return Matrix("q8_0", codes, columns, torch.from_numpy(scales))
+            codes, exponent = self._values(entry, torch.int8, memory), self._size(entry)[1]
+        scales = torch.from_numpy(memory(rows * (columns // 32) * 2)).view(torch.float16).view(rows, columns // 32)
+        return Matrix("q8_0", codes, columns, scales.fill_(2.0**exponent))
 
-    def _values(self, entry: WeightEntry, dtype: torch.dtype) -> torch.Tensor:
-        return compute_values(entry.shape, self._key(entry.name), *self._size(entry), dtype)
+    def _values(self, entry: WeightEntry, dtype: torch.dtype, memory: TakeMemory) -> torch.Tensor:
+        return compute_values(entry.shape, self._key(entry.name), *self._size(entry), dtype, memory=memory)
 
     def _size(self, entry: WeightEntry) -> tuple[int, int]:
         """(amplitude, exponent) of evenly spread weights that keep the size of their input, times the gain."""
@@ -189,11 +190,11 @@ class SyntheticReader(PackReader):
         values = compute_values((self._widths()[0],), self._key("constant"), 127, 0, torch.int8)
         return torch.where(values < 0, -1, 1)
 
-    def _embedding(self, entry: WeightEntry) -> torch.Tensor:
+    def _embedding(self, entry: WeightEntry, memory: TakeMemory) -> torch.Tensor:
         """Codes int8 V x H over 2^-5: one constant, one of the token's topic, and one of its own; each of size one."""
         rows, columns = entry.shape
         constant, shared = self._widths()
-        codes = compute_values((rows, columns), self._key(entry.name), _SIZE_ONE, 0, torch.int8)
+        codes = compute_values((rows, columns), self._key(entry.name), _SIZE_ONE, 0, torch.int8, memory=memory)
         topics = compute_values((num_topics(rows), shared - constant), self._key("topics"), _SIZE_ONE, 0, torch.int8)
         codes[:, :constant] = (self._signs() * 32).to(torch.int8)
         for first in range(0, rows, len(topics)):

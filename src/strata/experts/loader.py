@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from strata.experts.mover import Mover
+from strata.experts.mover import Move, Mover
 from strata.experts.source import ExpertSource
 from strata.experts.store import ExpertStore
 from strata.kernels.cpu.stager import ReadFailure, Stager
@@ -52,14 +52,23 @@ def fill_ram(
 
 def fill_slots(store: ExpertStore, mover: Mover, experts: Sequence[int], progress: Progress | None) -> None:
     """Copies ``experts`` into slots 0, 1, ... from wherever they lie."""
+    moving: deque[tuple[int, Move]] = deque()  # (slot, its move): of one part while the next one is begun
+
+    def settle(until: int) -> None:
+        count = len(moving) - until
+        for _ in range(count):
+            slot, move = moving.popleft()
+            mover.wait(move)
+            store.slots.admit(move.expert, slot)
+        if progress is not None and count > 0:
+            progress(count * store.slots.stride)
+
     for first in range(0, len(experts), READS_IN_FLIGHT):
         part = experts[first : first + READS_IN_FLIGHT]
-        moves = mover.load(part, [store.slots.slot_address(first + index) for index in range(len(part))])
-        for index, (expert, move) in enumerate(zip(part, moves, strict=True)):
-            mover.wait(move)
-            store.slots.admit(expert, first + index)
-        if progress is not None:
-            progress(len(part) * store.slots.stride)
+        slots = range(first, first + len(part))
+        moving += zip(slots, mover.load(part, [store.slots.slot_address(slot) for slot in slots]), strict=True)
+        settle(len(part))
+    settle(0)
 
 
 def _settle(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,7 +25,6 @@ __all__ = ["RMS_OF_CODES", "BlobRecipe", "compute_blob", "compute_rows", "comput
 
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 _TYPES = {torch.int8: 0, torch.bfloat16: 1, torch.float32: 2}
-_ELEMENTS = {torch.int8: np.int8, torch.bfloat16: np.int16, torch.float32: np.float32}
 _ALL = (1 << 64) - 1
 
 # What codes and scales are and-ed and or-ed with. Every NVFP4 code is valid; scales are E4M3 0.5 to 0.94 (codes 0x30 to
@@ -77,14 +78,23 @@ def compute_blob(recipe: BlobRecipe, nbytes: int) -> ByteArray:
 
 
 def compute_values(
-    shape: tuple[int, ...], key: int, amplitude: int, exponent: int, dtype: torch.dtype, first: int = 0
+    shape: tuple[int, ...],
+    key: int,
+    amplitude: int,
+    exponent: int,
+    dtype: torch.dtype,
+    first: int = 0,
+    memory: Callable[[int], ByteArray] | None = None,
 ) -> torch.Tensor:
-    """A fresh tensor of whole numbers in [-amplitude, amplitude] times 2^exponent, exact in every ``dtype``.
+    """Whole numbers in [-amplitude, amplitude] times 2^exponent, exact in every ``dtype``; int8 holds the numbers
+    themselves. ``first`` is the place of the first value, a multiple of 8. Runs on the pool.
 
-    int8 holds the numbers themselves. ``first`` is the place of the first value, a multiple of 8. Runs on the pool.
+    In ``memory``, asked for a number of bytes, or in fresh memory of numpy's, which has huge pages: page faults in
+    torch's took two thirds of the whole.
     """
-    # numpy's memory, which asks for huge pages: page faults of torch's took two thirds of the whole.
-    values = torch.from_numpy(np.empty(shape, _ELEMENTS[dtype])).view(dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    data = np.empty(nbytes, np.uint8) if memory is None else memory(nbytes)
+    values = torch.from_numpy(data).view(dtype).view(shape)
     number, integer = ctypes.c_long, ctypes.c_int
     call = declare(
         "strata_synthetic_values", ctypes.c_void_p, number, number, ctypes.c_uint64, integer, integer, integer

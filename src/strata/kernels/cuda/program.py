@@ -72,17 +72,18 @@ class ProgramMemory:
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self._blocks)
 
-    def take(self, nbytes: int, taken: set[int]) -> torch.Tensor:
-        """``nbytes`` of memory that is not among ``taken``, the numbers of blocks that a program has; adds its own."""
-        first = bisect_left(self._blocks, nbytes, key=lambda block: block.nbytes)
-        for block in self._blocks[first:]:
-            if block.data_ptr() not in taken:
-                break
-        else:
-            block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            insort(self._blocks, block, key=lambda one: one.nbytes)
-        taken.add(block.data_ptr())
-        return block[:nbytes]
+    def blocks(self) -> list[torch.Tensor]:
+        """What a program that begins may take of, by size."""
+        return list(self._blocks)
+
+    def take(self, nbytes: int, free: list[torch.Tensor]) -> torch.Tensor:
+        """``nbytes`` of one of the ``free`` blocks, which leaves that list, else of a new one."""
+        first = bisect_left(free, nbytes, key=lambda block: block.nbytes)
+        if first < len(free):
+            return free.pop(first)[:nbytes]
+        block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        insort(self._blocks, block, key=lambda one: one.nbytes)
+        return block
 
 
 @dataclass(eq=False)
@@ -107,14 +108,16 @@ class Program:
     recorded: dict[int, int] = field(default_factory=dict)
     memory: ProgramMemory | None = None
     zeroed_bytes: int = 0  # of ``zeros``, whose first values launches may count on: no other program may use them
-    _taken: set[int] = field(default_factory=set)
+    _free: list[torch.Tensor] | None = None  # blocks of ``memory`` that it has not taken
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         if self.memory is None or not nbytes:
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
         else:
-            tensor = self.memory.take(nbytes, self._taken).view(dtype).view(shape)
+            if self._free is None:
+                self._free = self.memory.blocks()
+            tensor = self.memory.take(nbytes, self._free).view(dtype).view(shape)
         self.kept.append(tensor)
         return tensor
 
