@@ -9,7 +9,6 @@ residual stream and which one picks is an argument. Decision record 0086.
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -310,10 +309,9 @@ class _ComputedTable(TableFile):
         self._file = _nameless_file()
         os.ftruncate(self._file, rows * self.row_bytes)
         # Computed where it stays: writing it from elsewhere is one thread's work.
-        with mmap.mmap(self._file, rows * self.row_bytes) as mapped:
-            whole = np.frombuffer(mapped, np.uint8).reshape(rows, self.row_bytes)
-            compute_rows(whole, 0, columns, key, _SIZE_ONE, _STEP)
-            del whole  # the mapping ends only when nothing looks at it
+        with os.fdopen(os.dup(self._file), "r+b") as file:
+            mapped = np.memmap(file, np.uint8, "r+", shape=(rows, self.row_bytes))
+            compute_rows(mapped, 0, columns, key, _SIZE_ONE, _STEP)
 
 
 def _nameless_file() -> int:

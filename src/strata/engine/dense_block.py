@@ -6,22 +6,21 @@ once, and before RAM is page-locked, which a driver may charge to the card. It m
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
-from queue import SimpleQueue
 from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
 
 from strata.kernels.ops import Matrix
+from strata.memory.staged_upload import StagedUpload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from strata.checkpoint.pack_reader import DenseWeight, PackReader
     from strata.engine.devices import RoundDevice
-    from strata.kernels.backend import Backend, DeviceEvent
+    from strata.kernels.backend import Backend
     from strata.layers.ngram import NgramTable
 
 __all__ = ["DensePlacer", "take_block", "tensors_of"]
@@ -42,20 +41,14 @@ def take_block(reader: PackReader, device: RoundDevice) -> torch.Tensor:
 
 
 class DensePlacer:
-    """Puts weights into ``block``, through page-locked ``buffers`` of ``buffer_bytes`` each where there are such: what
-    a driver stages by itself is one thread's copy, a fifth of the link's rate. Any thread may call it.
-
-    Borrows the block, the buffers and the backend.
+    """Puts weights into ``block``, through page-locked ``buffers`` of ``buffer_bytes`` each where there are such. Any
+    thread may call it. Borrows all of them.
     """
 
     def __init__(self, block: torch.Tensor, backend: Backend, buffers: Sequence[int], buffer_bytes: int) -> None:
-        self._block, self._buffer_bytes = block, buffer_bytes
-        self._end, self._taking = 0, Lock()
+        self._block, self._end, self._taking = block, 0, Lock()
         self.stream = backend.stream()
-        self._buffers: SimpleQueue[tuple[int, DeviceEvent | None]] = SimpleQueue()
-        self._staged = bool(buffers)
-        for address in buffers:
-            self._buffers.put((address, None))
+        self._upload = StagedUpload(self.stream, buffers, buffer_bytes) if buffers else None
 
     def __call__(self, weight: DenseWeight) -> DenseWeight:
         """The weight in the block; a table, whose rows are gathered, stays where it is."""
@@ -73,20 +66,10 @@ class DensePlacer:
             start = self._end
             self._end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         placed = self._block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        if not self._staged:
+        if self._upload is None:
             return placed.copy_(tensor)
-        tensor = tensor.contiguous()
-        for at in range(0, tensor.nbytes, self._buffer_bytes):
-            count = min(self._buffer_bytes, tensor.nbytes - at)
-            buffer, used = self._buffers.get()
-            try:
-                if used is not None:
-                    used.synchronize()
-                ctypes.memmove(buffer, tensor.data_ptr() + at, count)
-                self.stream.copy(placed.data_ptr() + at, buffer, count)
-                used = self.stream.record()
-            finally:
-                self._buffers.put((buffer, used))
+        assert tensor.is_contiguous(), "weights are read whole"
+        self._upload.copy(placed.data_ptr(), tensor.data_ptr(), tensor.nbytes)
         return placed
 
 
