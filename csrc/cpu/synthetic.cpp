@@ -16,7 +16,6 @@ namespace {
 constexpr uint64_t kStep = 0x9E3779B97F4A7C15u;  // odd: places of one key never meet
 constexpr uint64_t kTwist = 0xD6E8FEB86659FD93u;
 constexpr size_t kLine = 64;
-constexpr long kGrain = 1 << 18;  // values that a thread takes at a time
 constexpr long kRun = 256;
 
 inline uint64_t word_at(uint64_t key, uint64_t place) {
@@ -115,27 +114,24 @@ int strata_synthetic_values(void* target, long first, long count, uint64_t key, 
                             count, first, amplitude, exponent, type);
     }
     const float step = strata::power_of_two(exponent);
-    const long slices = (count + strata::kGrain - 1) / strata::kGrain;
-    return strata::parallel(slices, 1, [&](long begin, long end) {
-        const long from = begin * strata::kGrain, here = std::min(end * strata::kGrain, count) - from;
-        const uint64_t place = static_cast<uint64_t>(first + from);
-        if (type == 0) {
-            int8_t* out = static_cast<int8_t*>(target) + from;
-            strata::each_run(key, place, here, amplitude, [=](long at, const int8_t* numbers, long run) {
-                std::memcpy(out + at, numbers, static_cast<size_t>(run));
-            });
-        } else if (type == 1) {
-            uint16_t* out = static_cast<uint16_t*>(target) + from;
-            strata::each_run(key, place, here, amplitude, [=](long at, const int8_t* numbers, long run) {
-                for (long i = 0; i < run; ++i) out[at + i] = strata::high_half(static_cast<float>(numbers[i]) * step);
-            });
-        } else {
-            float* out = static_cast<float*>(target) + from;
-            strata::each_run(key, place, here, amplitude, [=](long at, const int8_t* numbers, long run) {
-                for (long i = 0; i < run; ++i) out[at + i] = static_cast<float>(numbers[i]) * step;
-            });
-        }
-    });
+    const uint64_t place = static_cast<uint64_t>(first);
+    if (type == 0) {
+        int8_t* out = static_cast<int8_t*>(target);
+        strata::each_run(key, place, count, amplitude, [=](long at, const int8_t* numbers, long run) {
+            std::memcpy(out + at, numbers, static_cast<size_t>(run));
+        });
+    } else if (type == 1) {
+        uint16_t* out = static_cast<uint16_t*>(target);
+        strata::each_run(key, place, count, amplitude, [=](long at, const int8_t* numbers, long run) {
+            for (long i = 0; i < run; ++i) out[at + i] = strata::high_half(static_cast<float>(numbers[i]) * step);
+        });
+    } else {
+        float* out = static_cast<float*>(target);
+        strata::each_run(key, place, count, amplitude, [=](long at, const int8_t* numbers, long run) {
+            for (long i = 0; i < run; ++i) out[at + i] = static_cast<float>(numbers[i]) * step;
+        });
+    }
+    return strata::kOk;
 }
 
 int strata_synthetic_table(void* target, int64_t first, int64_t count, int64_t columns, uint64_t key, int amplitude,

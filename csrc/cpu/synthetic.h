@@ -29,7 +29,7 @@ enum StrataRecipeWord : int {
 // sizes are multiples of 64 but the payload and codes, multiples of 8. A `StrataFill` (stager.h).
 STRATA_API int strata_synthetic_blob(void* target, size_t nbytes, const uint64_t* recipe);
 
-// Values `first` .. `first + count` of a key, on the pool: whole numbers spread evenly over [-amplitude, amplitude] (at
+// Values `first` .. `first + count` of a key, on the calling thread: whole numbers spread evenly over [-amplitude, amplitude] (at
 // most 127) times 2^exponent. `type`: 0 int8 (the numbers themselves), 1 BF16, 2 FP32; exact in all three. `first` is a
 // multiple of 8.
 STRATA_API int strata_synthetic_values(void* target, long first, long count, uint64_t key, int amplitude, int exponent,

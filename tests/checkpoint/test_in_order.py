@@ -32,6 +32,20 @@ def test_results_come_in_order_and_few_ahead(monkeypatch: pytest.MonkeyPatch) ->
     assert drawn == list(range(30))
 
 
+def test_nobody_waits_for_a_long_piece_where_all_may_be_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "worker_count", lambda: 2)
+    others = threading.Event()
+
+    def work(number: int) -> int:
+        if number == 0:
+            assert others.wait(30.0), "the others wait for the first"
+        if number == 29:
+            others.set()
+        return number
+
+    assert list(in_order(work, range(30), 30)) == list(range(30))
+
+
 def test_the_first_error_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "worker_count", lambda: 2)
     begun: list[int] = []

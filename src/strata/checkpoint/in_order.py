@@ -28,8 +28,8 @@ def worker_count() -> int:
     return min(MOST_WORKERS, allowed)
 
 
-def in_order(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """``work(item)`` of each item, in the order of the items, at most a few ahead of the caller.
+def in_order(work: Callable[[Item], Result], items: Iterable[Item], ahead: int | None = None) -> Iterator[Result]:
+    """``work(item)`` of each item, in the order of the items, at most ``ahead`` of the caller; None: a few.
 
     The first error (or an interruption of the caller) ends it: what has not begun is dropped, what runs is awaited.
     """
@@ -41,7 +41,7 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[
         try:
             for item in items:
                 pending.append(pool.submit(work, item))
-                if len(pending) > workers:
+                if len(pending) > (workers if ahead is None else ahead):
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()

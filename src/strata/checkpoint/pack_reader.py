@@ -134,7 +134,8 @@ class PackReader:
             memory.restart()
             return place(self.load_weight(name, memory.take))
 
-        for name, weight in zip(names, in_order(load, names), strict=True):
+        # All at once: nobody waits for a large one, and what is kept is kept anyway.
+        for name, weight in zip(names, in_order(load, names, len(names)), strict=True):
             weights[name] = weight
             done += self.matrix_bytes(name)
             if progress is not None:

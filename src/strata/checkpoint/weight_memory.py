@@ -18,6 +18,7 @@ TakeMemory = Callable[[int], ByteArray]
 
 _ALIGNMENT = 64
 _LEAST_BYTES = 32 << 20
+_KEPT_BYTES = 64 << 20  # a larger block is for one weight alone
 
 
 def fresh_memory(nbytes: int) -> ByteArray:
@@ -34,6 +35,8 @@ class ReusedMemory:
     def restart(self) -> None:
         """What was taken may be overwritten from now on."""
         self._taken = 0
+        if self._block.nbytes > _KEPT_BYTES:
+            self._block = fresh_memory(0)
 
     def take(self, nbytes: int) -> ByteArray:
         """``nbytes`` until the next ``restart``. Raises ``MemoryError``."""

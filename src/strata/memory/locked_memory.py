@@ -34,8 +34,10 @@ class LockedMemory:
     ``aliases`` holds for each place its address as the device sees it, 0 where no slice holds the place whole (the CPU
     computes it in rounds, the stager copies it in prompts). A place's alias is final, and the place may be written,
     once ``wait_for`` has let it through; ``path`` (1, 2 or 3), ``slices``, ``report`` and the times are final after
-    ``settle``.
+    ``settle``. ``between`` two slices others get a chance: a driver that registers one lets nobody else in.
     """
+
+    between: Callable[[], None] | None = None
 
     def __init__(self, buffer: Buffer | system.Region, num_places: int, stride: int) -> None:
         self._buffer = buffer

@@ -159,6 +159,8 @@ class _Locking:
                     logger.info("page-locking stopped at slice %d of %d: %s", number, self.num_cuts, refusal)
                     break
                 memory.grant(Slice(offset, nbytes, registration))
+                if memory.between is not None:
+                    memory.between()
         self._finish()
 
     def _finish(self) -> None:

@@ -87,7 +87,8 @@ def compute_values(
     memory: Callable[[int], ByteArray] | None = None,
 ) -> torch.Tensor:
     """Whole numbers in [-amplitude, amplitude] times 2^exponent, exact in every ``dtype``; int8 holds the numbers
-    themselves. ``first`` is the place of the first value, a multiple of 8. Runs on the pool.
+    themselves. ``first`` is the place of the first value, a multiple of 8. Runs on the
+    calling thread: a load has a thread for each of several weights.
 
     In ``memory``, asked for a number of bytes, or in fresh memory of numpy's, which has huge pages: page faults in
     torch's took two thirds of the whole.
