@@ -75,20 +75,26 @@ def test_what_a_card_gives_is_taken_before_ram_is_locked(model: OpenModel, event
     device.close()
 
 
-def test_dense_weights_are_read_while_ram_is_locked(
+def test_dense_weights_are_read_while_ram_is_touched_and_before_it_is_locked(
     model: OpenModel, events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reading = threading.Event()
-    register, dense = HostBackend.register, OpenModel.dense
+    touching, is_read = threading.Event(), threading.Event()
+    register, dense, touch = HostBackend.register, OpenModel.dense, page_lock.system.touch_pages
 
     def late(backend: HostBackend, address: int, nbytes: int) -> HostRegistration:
-        assert reading.wait(LIMIT_S), "dense weights are not read before the copy is locked"
+        assert is_read.is_set(), "a driver that locks pages lets no weight through"
         return register(backend, address, nbytes)
 
+    def touched(*given: Any) -> Any:
+        touching.set()
+        return touch(*given)
+
     def read(opened: OpenModel, *given: Any) -> Any:
-        reading.set()
+        assert touching.wait(LIMIT_S), "pages are not touched while dense weights are read"
         time.sleep(0.02)
-        return dense(opened, *given)
+        found = dense(opened, *given)
+        is_read.set()
+        return found
 
     monkeypatch.setattr(HostBackend, "register", late)
     monkeypatch.setattr(OpenModel, "dense", read)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["DensePlacer", "take_block", "tensors_of"]
 
 _ALIGNMENT = 512  # bytes between weights on a card, as torch's own allocations have
-_PATIENCE_S = 0.01  # a quarter of what locking a slice takes; a third of a GB goes over a link meanwhile
 
 
 def take_block(reader: PackReader, device: RoundDevice) -> torch.Tensor:
@@ -57,11 +56,6 @@ class DensePlacer:
             scales = None if weight.scales is None else self._put(weight.scales)
             return replace(weight, data=self._put(weight.data), scales=scales)
         return self._put(weight) if isinstance(weight, torch.Tensor) else weight
-
-    def give_way(self) -> None:
-        """Waits a moment for weights that are being put: for a thread that locks pages beside them."""
-        if self._upload is not None:
-            self._upload.give_way(_PATIENCE_S)
 
     def finish(self) -> None:
         """Waits until all that was put is there."""

@@ -73,8 +73,6 @@ def take_memory(
     if block is not None:
         place = DensePlacer(block, backend, experts.buffers, plan.stride)  # the experts need their buffers later
         owned.callback(synchronize_quietly, place.stream)
-        if experts.ram is not None:
-            experts.ram.between = place.give_way
     return LoadMemory(backend, place, file, heat, experts)
 
 

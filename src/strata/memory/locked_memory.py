@@ -34,10 +34,9 @@ class LockedMemory:
     ``aliases`` holds for each place its address as the device sees it, 0 where no slice holds the place whole (the CPU
     computes it in rounds, the stager copies it in prompts). A place's alias is final, and the place may be written,
     once ``wait_for`` has let it through; ``path`` (1, 2 or 3), ``slices``, ``report`` and the times are final after
-    ``settle``. ``between`` two slices others get a chance: a driver that registers one lets nobody else in.
+    ``settle``. Beside others nothing is registered before somebody waits: a driver that registers lets nobody else in,
+    and what a load does before has calls of its own.
     """
-
-    between: Callable[[], None] | None = None
 
     def __init__(self, buffer: Buffer | system.Region, num_places: int, stride: int) -> None:
         self._buffer = buffer
@@ -54,7 +53,7 @@ class LockedMemory:
         self._open_places = 0
         self._finished = False
         self._error: BaseException | None = None
-        self._closing = threading.Event()
+        self._wanted, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
@@ -71,6 +70,7 @@ class LockedMemory:
 
         Raises what ended the locking.
         """
+        self.want()
         with self._changed:
             self._changed.wait_for(lambda: place < self._open_places or self._error is not None)
             if self._error is not None:
@@ -79,6 +79,7 @@ class LockedMemory:
 
     def settle(self) -> None:
         """Blocks until all is page-locked that will be. Raises what ended the locking."""
+        self.want()
         with self._changed:
             self._changed.wait_for(lambda: self._finished or self._error is not None)
             if self._error is not None:
@@ -88,6 +89,7 @@ class LockedMemory:
     def close(self) -> None:
         """Ends the locking, unregisters, then frees. Nothing may be copying from or to it."""
         self._closing.set()
+        self._wanted.set()
         self._join()
         for part in self.slices:
             part.registration.unregister()
@@ -118,6 +120,14 @@ class LockedMemory:
 
         self._thread = threading.Thread(target=run, name="strata-page-lock")
         self._thread.start()
+
+    def want(self) -> None:
+        """Somebody waits, or will."""
+        self._wanted.set()
+
+    def await_demand(self) -> None:
+        """Blocks until somebody waits for a place, or nothing more is wanted."""
+        self._wanted.wait()
 
     def grant(self, part: Slice) -> None:
         """``part`` is registered: aliases of the places that it holds whole."""

@@ -65,8 +65,8 @@ def take_memory(
 
     ``limit``: at most so many bytes page-locked, None: until refused. ``slice_bytes``: about one layer. ``needed``
     (one flag a place): only these are worth locking. ``level``: of the log line that says what was reached. Without
-    ``wait`` several slices are locked by a thread that goes on after the return. Raises ``MemoryPlanError`` when even
-    ordinary memory is refused.
+    ``wait`` several slices are touched and, as soon as somebody waits for a place, locked by a thread that goes on
+    after the return. Raises ``MemoryPlanError`` when even ordinary memory is refused.
     """
     nbytes = num_places * stride
     assert nbytes > 0, "a copy of nothing is not taken"
@@ -88,6 +88,7 @@ def take_memory(
     locking = _Locking(memory, region, backend, request, wanted, len(cuts), threads, level)
     try:
         if wait or threads == 1 or len(wanted) < 2:
+            memory.want()
             locking.run()
         else:
             memory.lock_beside(locking.run)
@@ -148,6 +149,7 @@ class _Locking:
         memory = self.memory
         ranges = [(memory.address + offset, nbytes) for offset, nbytes in self.wanted]
         with Touching(ranges, self.touch_threads) as touching:
+            memory.await_demand()
             for number, (offset, nbytes) in enumerate(self.wanted):
                 memory.open_below(offset)
                 touching.wait(number)
@@ -159,8 +161,6 @@ class _Locking:
                     logger.info("page-locking stopped at slice %d of %d: %s", number, self.num_cuts, refusal)
                     break
                 memory.grant(Slice(offset, nbytes, registration))
-                if memory.between is not None:
-                    memory.between()
         self._finish()
 
     def _finish(self) -> None:

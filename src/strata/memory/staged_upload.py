@@ -7,7 +7,6 @@ the link's rate. It must not know what is copied.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
 
@@ -25,27 +24,10 @@ class StagedUpload:
         self._buffers: SimpleQueue[tuple[int, DeviceEvent | None]] = SimpleQueue()
         for address in buffers:
             self._buffers.put((address, None))
-        self._idle = threading.Condition()
-        self._num_copying = 0
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copies ``nbytes`` of RAM at ``source`` to device memory at ``target``. ``source`` may be overwritten after
         it; ``target`` holds them once the stream is synchronized. Any thread may call it."""
-        with self._idle:
-            self._num_copying += 1
-        try:
-            self._copy(target, source, nbytes)
-        finally:
-            with self._idle:
-                self._num_copying -= 1
-                self._idle.notify_all()
-
-    def give_way(self, seconds: float) -> None:
-        """Waits until nobody copies, so long at most: for whoever holds the driver most of the time."""
-        with self._idle:
-            self._idle.wait_for(lambda: self._num_copying == 0, seconds)
-
-    def _copy(self, target: int, source: int, nbytes: int) -> None:
         for at in range(0, nbytes, self._buffer_bytes):
             count = min(self._buffer_bytes, nbytes - at)
             buffer, event = self._buffers.get()
