@@ -97,6 +97,7 @@ def test_dense_weights_are_read_while_ram_is_touched_and_before_it_is_locked(
         return found
 
     monkeypatch.setattr(HostBackend, "register", late)
+    monkeypatch.setattr(page_lock.system, "touch_pages", touched)
     monkeypatch.setattr(OpenModel, "dense", read)
     runtime = Runtime.open(model, requested(device="cpu"))
     found = {stage.name: stage for stage in runtime.stages}
