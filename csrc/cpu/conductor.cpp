@@ -78,6 +78,7 @@ class Conductor {
     // Neither `begin` nor `end` waits for the thread to be scheduled where nothing of it is outstanding: the thread
     // answers whatever is posted, and what is posted belongs to a round.
     int begin(int wait_ms) {
+        if (!rests()) wake();
         if (!rests() && !wait(wait_ms))
             return fail(kTaskFault, "the CPU's worker has not come back from an earlier round for %d ms", wait_ms);
         if (dead_.load()) {
@@ -97,10 +98,7 @@ class Conductor {
         __atomic_store_n(&c_.mailbox->abort, 0u, __ATOMIC_RELEASE);
         // The thread says that it sleeps before it looks for the last time: one of the two is seen.
         active_.store(true);
-        if (asleep_.load()) {
-            { std::lock_guard<std::mutex> lock(mutex_); }  // it sleeps already, or looks after this
-            wake_.notify_one();
-        }
+        if (asleep_.load()) wake();
         return kOk;
     }
 
@@ -143,6 +141,11 @@ class Conductor {
 
     bool rests() const { return handled_.load() == posted() || dead_.load(); }
 
+    void wake() {
+        { std::lock_guard<std::mutex> lock(mutex_); }  // it sleeps already, or looks after this
+        wake_.notify_one();
+    }
+
     bool wait(int ms) {
         std::unique_lock<std::mutex> lock(mutex_);
         return idle_.wait_for(lock, std::chrono::milliseconds(ms), [this] { return rests(); });
@@ -159,7 +162,8 @@ class Conductor {
 
     // Answers posts until it is stopped, or a planned fault ends it.
     void run() {
-        const auto called = [this] { return active_.load() || stopping_.load(); };
+        // A post of a round that was given up while this thread had no processor is answered too, or no round could begin.
+        const auto called = [this] { return active_.load() || stopping_.load() || handled_.load() != posted(); };
         long since = now_ns();
         while (!stopping_.load()) {
             if (look_for_post()) {

@@ -303,6 +303,16 @@ def test_a_mailbox_that_nobody_answers_fails_its_self_test(bench: Bench, monkeyp
     assert found.reason == f"3 times no answer within {PROBE_LIMIT_MS} ms"
 
 
+def test_a_post_that_came_while_the_thread_slept_is_answered_when_a_round_begins(bench: Bench) -> None:
+    """A round may be given up while the thread has no processor; what it has posted must not keep every other out."""
+    box = bench.mailbox.box
+    time.sleep(0.1)  # after a millisecond without a round it sleeps
+    box.layer, box.posted = -2, box.posted + 1
+    bench.conductor.begin(20_000)
+    bench.conductor.end()
+    assert box.done == box.posted
+
+
 def test_an_answer_that_comes_before_its_data_fails_the_self_test(bench: Bench) -> None:
     """The conductor answers into memory that the card does not read: what it finds there is not what it has sent."""
     elsewhere = torch.zeros(HIDDEN)
