@@ -132,14 +132,16 @@ def write(
     prompts: Sequence[list[int]],
     most: int,
     stops: Sequence[int],
-    temperature: float,
+    temperature: float | Sequence[float],
     generator: torch.Generator,
     deadline: float,
+    last_share: float = LAST_SHARE,
 ) -> tuple[list[list[int]], int]:
     """(each prompt's continuation of at most ``most`` ids, its stop included; how many tokens were computed).
 
     All prompts begin at once, and a token that a prompt still has is read instead of the one that was picked. A
-    temperature of zero is greedy. What the deadline or the last few open texts cut has no stop at its end.
+    temperature of zero is greedy; each prompt may have its own. What the deadline or the last few open texts (no more
+    than ``last_share``) cut has no stop at its end.
     """
     device = model.lm_head.weight.device
     longest = max(map(len, prompts))
@@ -152,6 +154,8 @@ def write(
     found: list[list[int]] = [[] for _ in prompts]
     first, computed = min(map(len, prompts)), 0
     steps = Stepwise(model, len(prompts), longest + most)
+    each = [float(temperature)] * len(prompts) if isinstance(temperature, float | int) else list(temperature)
+    heat, sampled = torch.tensor(each, device=device).unsqueeze(1), any(each)
 
     def collect(which: torch.Tensor) -> None:
         parts = zip(rows[which].tolist(), begins[which].tolist(), ends[which].tolist(), ids[which].tolist(),
@@ -166,22 +170,21 @@ def write(
         if at + 1 < first:
             continue
         logits = model.logits(x).squeeze(1)
-        if temperature:
-            noise = torch.empty_like(logits).exponential_(generator=generator).log_()
-            logits = logits / temperature - noise
+        if sampled:
+            logits = logits - heat * torch.empty_like(logits).exponential_(generator=generator).log_()
         writes = (begins <= at + 1) & ~done
         ids[:, at + 1] = torch.where(writes, logits.argmax(-1), ids[:, at + 1])
         ends += writes
         done |= writes & (torch.isin(ids[:, at + 1], stop) | (ends - begins >= most))
         if at % LOOK_EVERY == 0:
             left = int((~done).sum())
-            if left <= LAST_SHARE * len(prompts) or time.perf_counter() > deadline:
+            if left <= last_share * len(prompts) or time.perf_counter() > deadline:
                 break
             if left < OPEN_SHARE * len(rows):
                 collect(done)
                 still = (~done).nonzero().squeeze(1)
                 steps.keep(still)
-                ids, begins, ends, rows, done = (t[still] for t in (ids, begins, ends, rows, done))
+                ids, begins, ends, rows, done, heat = (t[still] for t in (ids, begins, ends, rows, done, heat))
     collect(torch.ones_like(done))
     return found, computed
 

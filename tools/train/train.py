@@ -76,10 +76,12 @@ class Progress:
     tokens: int = 0
 
 
-def rate_scale(step: int, seconds: float, total: float, decay: float = DECAY_SHARE) -> float:
+def rate_scale(
+    step: int, seconds: float, total: float, decay: float = DECAY_SHARE, warm_steps: int = WARM_STEPS
+) -> float:
     """Warm-up, hold, linear decay to zero over the last share ``decay``."""
     left = max(0.0, total - seconds) / (decay * total)
-    return min(1.0, (step + 1) / WARM_STEPS) * min(1.0, left)
+    return min(1.0, (step + 1) / warm_steps) * min(1.0, left)
 
 
 def synchronise(device: torch.device) -> None:
@@ -265,6 +267,18 @@ class Trainer:
         for name in sorted(found, key=lambda n: -found[n])[:12]:
             self._say({"tensor": name, "norm": found[name]})
 
+    def described(self) -> dict[str, Any]:
+        """What this part did, for its figures."""
+        args = self.args
+        return {
+            "processes": self.group.size,
+            "mix": self.batches.mix,
+            "stutter": args.stutter,
+            "longest": args.longest,
+            "turn": args.turn,
+            "rate": args.rate,
+        }
+
     def finish(self) -> None:
         """Saves, exports, evaluates, plots."""
         args, start = self.args, time.perf_counter()
@@ -275,13 +289,8 @@ class Trainer:
             file.writelines(json.dumps(e) + "\n" for e in self.log)
         log = [json.loads(line) for line in (args.state / "log.jsonl").read_text().splitlines()]
         (args.out / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in log))
-        figures: dict[str, Any] = vars(self.progress) | {
-            "processes": self.group.size,
-            "mix": self.batches.mix,
-            "stutter": args.stutter,
-            "longest": args.longest,
-            "turn": args.turn,
-            "rate": args.rate,
+        figures: dict[str, Any] = vars(self.progress) | self.described()
+        figures |= {
             "before": self.before,
             "parameters": sum(q.numel() for q in self.model.parameters()),
             "epochs_of_code": round(self.batches.epochs(self.progress.step), 2),
