@@ -42,6 +42,7 @@ from train import DRAFT_WEIGHT, INDEX_ROWS, START, Trainer, rate_scale, synchron
 __all__ = ["Policy", "Reinforcer", "pieces"]
 
 WARM_STEPS = 8
+JUDGES = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 PIECE_TOKENS = 65_536  # of texts that are computed at once, padding included
 PADDED_TO = 64  # what the delta net's chunks ask for
 FIGURES = ("policy", "ratio_off", "clipped", "moved")
@@ -146,7 +147,6 @@ class Reinforcer(Trainer):
         self.policy = Policy(self.model, args.temperature, args.clip)
         self.rounds: list[dict[str, Any]] = []
         self.rng = random.Random(args.seed)
-        self.length = min(self.length, self.model.c.context)
 
     def run(self) -> None:
         """Rounds until none more fits into the seconds, the last measure included."""
@@ -278,7 +278,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tries", type=int, default=8, help="answers of one prompt")
     parser.add_argument("--steps", type=int, default=6, help="of the optimiser in a round, each on its own answers")
     parser.add_argument("--chats", type=float, default=2 / 3, help="share of the prompts that are asked in a chat")
-    parser.add_argument("--temperature", type=float, default=0.8, help="of what is sampled, and of what is learned")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of what is sampled, and of what is learned")
     parser.add_argument("--chat-limit", type=int, default=144, help="ids of an answer in a chat, its end included")
     parser.add_argument("--completion-limit", type=int, default=96, help="the same of a completion")
     parser.add_argument("--longest-prompt", type=int, default=160, help="ids of a prompt in a chat")
@@ -286,7 +286,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--policy", type=float, default=2.0, help="factor of the policy's loss beside ordinary rows'")
     parser.add_argument("--aside", type=int, default=512, help="functions that only measure")
     parser.add_argument("--measure-every", type=int, default=4, help="rounds between two of those measures")
-    parser.add_argument("--judges", type=int, default=os.cpu_count(), help="processes that judge (0: none)")
+    parser.add_argument("--judges", type=int, default=JUDGES, help="processes that judge (0: none)")
     parser.add_argument("--rate", type=float, default=0.05, help="factor of both learning rates")
     parser.add_argument("--decay", type=float, default=0.8, help="share of the time in which the rate falls")
     parser.add_argument("--rows", type=int, default=5, help="ordinary rows of a step")
