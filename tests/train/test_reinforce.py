@@ -27,7 +27,7 @@ from measure import Measures
 from model import Config, TrainModel
 from pack import Encoder, retrieval_words
 from reinforce import Policy, Reinforcer, pieces
-from rounds import Answering, Judge, Limits, Prompts, Text, advantages, rate_good, summary
+from rounds import Answering, Judge, Limits, Prompts, Text, advantages, is_hollow, rate_good, summary
 from sample import Ask, write
 from stepwise import Stepwise
 from train import TINY
@@ -204,6 +204,14 @@ def test_answers_are_judged_by_form_and_limit(encoder: Encoder, processes: int) 
     }  # fmt: skip
 
 
+def test_a_hollow_answer_says_much_less_than_the_text() -> None:
+    chat, plain, long = Ask("", [1], True, 10, 30), Ask("", [1], False, 0, 30), Ask("", [1], False, 0, 300)
+    assert [is_hollow(chat, [7] * n) for n in (16, 17)] == [True, False]
+    assert [is_hollow(plain, [7] * n) for n in (6, 7)] == [True, False]
+    assert [is_hollow(long, [7] * n) for n in (10, 11)] == [True, False]
+    assert not is_hollow(Ask("", [1], True), [7])
+
+
 def tokens_folder(folder: Path, encoder: Encoder) -> Path:
     """As pack.py writes it, of a few functions."""
     folder.mkdir()
@@ -286,7 +294,13 @@ def test_a_run_writes_its_files_and_one_seed_gives_one_first_round(
     )
     args.state = folder / "other"
     second = Reinforcer(args, Judge(0))
+    was = {name: p.clone() for name, p in second.model.named_parameters()}
     assert timeless([second.round(time.perf_counter())]) == timeless(rounds[:1])
+    same = {name for name, p in second.model.named_parameters() if torch.equal(p, was[name])}
+    assert same == {name for name in was if ".mlp.experts." in name}
+    args.state = folder / "state"
+    with pytest.raises(SystemExit, match="an empty folder"):
+        Reinforcer(args, Judge(0))
 
 
 def test_a_round_with_nothing_to_learn_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,15 +42,17 @@ def orthogonalise(g: torch.Tensor) -> torch.Tensor:
 
 
 class Optimiser:
-    """Holds the momenta. ``step(scale)`` moves every parameter; ``scale`` is the schedule's factor of both rates."""
+    """Holds the momenta. ``step(scale)`` moves every parameter that asks for gradients; ``scale`` is the schedule's
+    factor of both rates."""
 
     def __init__(self, model: nn.Module) -> None:
         self.groups: dict[tuple[bool, tuple[int, ...]], list[nn.Parameter]] = defaultdict(list)
         others: list[nn.Parameter] = []
         decayed: list[nn.Parameter] = []
         routers: list[nn.Parameter] = []
-        self.parameters = list(model.parameters())
-        for name, p in model.named_parameters():
+        learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.parameters = [p for _, p in learned]
+        for name, p in learned:
             if is_matrix(name, p):
                 self.groups[(name.endswith("gate_up_proj"), tuple(p.shape))].append(p)  # gate and up are two matrices
             elif name.endswith("mlp.gate.weight"):

@@ -8,7 +8,8 @@ and less likely where it is worse, with the clipped ratio of Schulman et al. 201
 the advantages of Shao et al. 2024, "DeepSeekMath"; tokens count alike, however long their answer is. Prompts whose
 answers are all good or all bad teach nothing and are left out. Every step learns ordinary rows too (``--mix``, all of
 train.py's losses), so that text, drafts, retrieval and the index stay what they are; good answers teach the draft
-block. Rates fall to zero by the clock.
+block. Rates fall to zero by the clock. The routed experts stay as they are (but ``--experts``): they ship in four bits,
+and where the weights come out of such a pack, what is learned beside them is learned beside what ships.
 
 ``--aside`` functions are never drawn; how many of them greedy answers get right is written down every few rounds.
 ``--out`` receives what train.py writes, and ``rounds.jsonl``.
@@ -33,6 +34,7 @@ from checkpoint import export
 from data import load_stream
 from functions import Lexicon
 from model import TrainModel
+from optimiser import Optimiser
 from pack import Encoder
 from rounds import Answering, Judge, Limits, Prompts, Text, rate_good, summary
 from sample import asks
@@ -131,9 +133,15 @@ class Reinforcer(Trainer):
     """Rounds in place of the trainer's steps; everything before and after is the trainer's."""
 
     def __init__(self, args: argparse.Namespace, judge: Judge) -> None:
+        if (args.state / "state.pt").exists():
+            sys.exit(f"{args.state} holds the state of a part, and this one starts from weights: name an empty folder")
         super().__init__(args)
         if self.group.size > 1:
             sys.exit("this part runs as one process: start it with python, not with torchrun")
+        if not args.experts:
+            for layer in [*self.model.layers, *self.model.mtp.layers]:
+                layer.mlp.experts.requires_grad_(False)
+            self.optimiser = Optimiser(self.model)
         self.encoder = Encoder(args.tokens)
         vocabulary = json.loads((args.tokens / "tokenizer.json").read_text())["model"]["vocab"]
         words = Lexicon(vocabulary, self.meta["special"])
@@ -259,7 +267,7 @@ class Reinforcer(Trainer):
 
     def described(self) -> dict[str, Any]:
         names = ("texts", "tries", "steps", "temperature", "clip", "policy", "chats", "chat_limit", "completion_limit",
-                 "longest_prompt", "decay")  # fmt: skip
+                 "longest_prompt", "decay", "experts")  # fmt: skip
         rounds = {name: getattr(self.args, name) for name in names} | {"rounds": len(self.rounds) - 1}
         greedy = [entry["greedy"] for entry in self.rounds if "greedy" in entry]
         return super().described() | {"reinforced": rounds, "greedy_aside": greedy}
@@ -289,6 +297,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--judges", type=int, default=JUDGES, help="processes that judge (0: none)")
     parser.add_argument("--rate", type=float, default=0.05, help="factor of both learning rates")
     parser.add_argument("--decay", type=float, default=0.8, help="share of the time in which the rate falls")
+    parser.add_argument("--experts", action="store_true", help="learn the routed experts too, where steps as small as "
+                        "these are lost when they are rounded to four bits")  # fmt: skip
     parser.add_argument("--rows", type=int, default=5, help="ordinary rows of a step")
     parser.add_argument("--mix", default="code=2,chat=1,functions=1,retrieval=1", help="what they are; see train.py")
     parser.add_argument("--stutter", type=float, default=0.2, help="as of train.py")

@@ -2,7 +2,8 @@
 
 Lives beside reinforce.py, which learns from what comes back. Of each prompt several answers are sampled; what one is
 worth is how much better it is than the others of its prompt, so a prompt whose answers are all good or all bad says
-nothing. Judging parses every answer, which processes of their own share. Knows prompts and answers, no gradients.
+nothing. The surest answer is a hollow one, so a body much shorter than the true one is not good. Judging parses every
+answer, which processes of their own share. Knows prompts and answers, no gradients.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from model import TrainModel
 from pack import Encoder
 from sample import Ask, is_good, write
 
-__all__ = ["Answering", "Judge", "Limits", "Prompts", "Text", "advantages", "rate_good", "summary"]
+__all__ = ["Answering", "Judge", "Limits", "Prompts", "Text", "advantages", "is_hollow", "rate_good", "summary"]
 
 Claim = tuple[str, bool, str]
 """A prompt's text, whether it was asked in a chat, and what the model said."""
+LEAST_PART, LEAST = 5, 10  # a body has a fifth of the true one's ids, or so many
 CLAIMS = 64  # that a judge takes at once
 
 
@@ -53,6 +55,11 @@ class Limits:
 
     def of(self, ask: Ask) -> int:
         return self.chat if ask.chat else self.completion
+
+
+def is_hollow(ask: Ask, said: Sequence[int]) -> bool:
+    """Whether an answer, its end included, says much less than the training text does there."""
+    return len(said) - 1 - ask.head < min(LEAST, ask.body // LEAST_PART)
 
 
 def advantages(good_GK: np.ndarray) -> np.ndarray:
@@ -147,7 +154,7 @@ class Answering:
         claims = {
             number: (batch[number].text, batch[number].chat, words[number])
             for number, ids in enumerate(said)
-            if ended[number] and not repeats(ids)
+            if ended[number] and not repeats(ids) and not is_hollow(batch[number], ids)
         }
         verdicts = dict(zip(claims, self.judge.good(list(claims.values())), strict=True))
         return [

@@ -49,11 +49,14 @@ BLOCK_LINES, SAID = 4, 8  # lines of a block that must not stand twice, and the 
 
 @dataclass(frozen=True)
 class Ask:
-    """A prompt: its text is a signature and a docstring; ``chat`` says in which form it is asked."""
+    """A prompt: its text is a signature and a docstring; ``chat`` says in which form it is asked. ``head`` and ``body``
+    count the ids that the training text answers with: the signature that a chat repeats, and what follows it."""
 
     text: str
     ids: list[int]
     chat: bool
+    head: int = 0
+    body: int = 0
 
 
 def asks(chat: np.ndarray, words: Lexicon, encoder: Encoder) -> list[tuple[Ask, Ask]]:
@@ -67,16 +70,19 @@ def asks(chat: np.ndarray, words: Lexicon, encoder: Encoder) -> list[tuple[Ask, 
         for place in range(len(messages) % 2, len(messages), 2):
             split = split_pair(messages[place][1], messages[place + 1][1], words)
             if split and len(split[0]) <= LONGEST_PROMPT:
-                found[tuple(split[0])] = split[0]
-    prompts = list(found.values())
+                found[tuple(split[0])] = split
+    prompts, sizes = [split[0] for split in found.values()], [[len(part) for part in split] for split in found.values()]
     texts = encoder.decoded(prompts)
     again = encoder.many(texts)
     head = encoder.message("user", [])
     opened, closed = head[:-2], head[-2:]
     answered = [encoder.special["<|im_start|>"], *encoder.one("assistant"), *encoder.one("\n")]
     return [
-        (Ask(text, [*opened, *ids, *closed, *answered], True), Ask(text, [*ids, words.newline], False))
-        for text, ids, same in zip(texts, prompts, again, strict=True)
+        (
+            Ask(text, [*opened, *ids, *closed, *answered], True, head, body),
+            Ask(text, [*ids, words.newline], False, 0, body),
+        )
+        for text, ids, same, (_, head, body) in zip(texts, prompts, again, sizes, strict=True)
         if ids == same and _asked(text) is not None
     ]
 
