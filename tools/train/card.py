@@ -164,6 +164,8 @@ def training(corpus: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
             text += f""" Answers are the model's own: it was asked for functions of the training text for
             {one["sampled_seconds"]:,.0f} s, and {one["sampled_good"]:,} answers that parse, define what was asked and
             end within {one.get("longest_answer", 160)} tokens were learned."""
+        if one.get("reinforced"):
+            text += " " + words_of_rounds(one["reinforced"])
         if one.get("mean_with_before"):
             text += f""" The weights are the mean of what this gave ({one["mean_with_before"]:g}) and of the weights
             before it."""
@@ -171,6 +173,13 @@ def training(corpus: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
         text += f""" The trainer's own measure of the BF16 weights, {trained["heldout_tokens"]:,.0f} held-out tokens:
         {trained["bits_per_byte"]:.4f} bits per byte, {trained["bits_per_byte_sparse"]:.4f} with sparse attention."""
     return f"## Data and training\n{paragraph(text)}\n"
+
+
+def words_of_rounds(rounds: Mapping[str, Any]) -> str:
+    experts = "" if rounds["experts"] else " The routed experts stayed as they were."
+    return f"""In each of {rounds["rounds"]} rounds it answered functions of the training text {rounds["texts"]:,} times,
+    {rounds["tries"]} times each, and {rounds["steps"]} steps of a clipped policy gradient made answers that end, parse and
+    define what was asked likelier than the other answers of their prompt.{experts}"""
 
 
 def parts_of(trained: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -282,9 +282,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, required=True, help="of rounds, loading apart")
     parser.add_argument("--wall", type=float, default=math.inf, help="end the rounds this long after the start")
     parser.add_argument("--rounds", type=int, help="stop after so many (a rehearsal)")
-    parser.add_argument("--texts", type=int, default=4096, help="sampled answers of a round")
+    parser.add_argument("--texts", type=int, default=8192, help="sampled answers of a round")
     parser.add_argument("--tries", type=int, default=8, help="answers of one prompt")
-    parser.add_argument("--steps", type=int, default=6, help="of the optimiser in a round, each on its own answers")
+    parser.add_argument("--steps", type=int, default=12, help="of the optimiser in a round, each on its own answers")
     parser.add_argument("--chats", type=float, default=2 / 3, help="share of the prompts that are asked in a chat")
     parser.add_argument("--temperature", type=float, default=0.7, help="of what is sampled, and of what is learned")
     parser.add_argument("--chat-limit", type=int, default=144, help="ids of an answer in a chat, its end included")
@@ -295,8 +295,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--aside", type=int, default=512, help="functions that only measure")
     parser.add_argument("--measure-every", type=int, default=4, help="rounds between two of those measures")
     parser.add_argument("--judges", type=int, default=JUDGES, help="processes that judge (0: none)")
-    parser.add_argument("--rate", type=float, default=0.05, help="factor of both learning rates")
-    parser.add_argument("--decay", type=float, default=0.8, help="share of the time in which the rate falls")
+    parser.add_argument("--rate", type=float, default=0.1, help="factor of both learning rates")
+    parser.add_argument("--decay", type=float, default=0.6, help="share of the time in which the rate falls")
     parser.add_argument("--experts", action="store_true", help="learn the routed experts too, where steps as small as "
                         "these are lost when they are rounded to four bits")  # fmt: skip
     parser.add_argument("--rows", type=int, default=5, help="ordinary rows of a step")

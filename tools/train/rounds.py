@@ -29,6 +29,7 @@ Claim = tuple[str, bool, str]
 """A prompt's text, whether it was asked in a chat, and what the model said."""
 LEAST_PART, LEAST = 5, 10  # a body has a fifth of the true one's ids, or so many
 CLAIMS = 64  # that a judge takes at once
+LAST_SHARE = 0.01  # of a round's texts: when no more are open they are left, and are not good
 
 
 @dataclass
@@ -144,7 +145,7 @@ class Answering:
         most, stops = max(map(self.limits.of, batch)), [self.words.stop, self.words.end]
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             found, _ = write(self.model, [ask.ids for ask in batch], most, stops, temperatures, self.generator,
-                             math.inf, last_share=0.0)  # fmt: skip
+                             math.inf, last_share=LAST_SHARE)  # fmt: skip
         return [ids[: self.limits.of(ask)] for ask, ids in zip(batch, found, strict=True)]
 
     def judged(self, batch: Sequence[Ask], said: Sequence[list[int]]) -> list[Text]:
