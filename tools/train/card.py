@@ -177,9 +177,9 @@ def training(corpus: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
 
 def words_of_rounds(rounds: Mapping[str, Any]) -> str:
     experts = "" if rounds["experts"] else " The routed experts stayed as they were."
-    return f"""In each of {rounds["rounds"]} rounds it answered functions of the training text {rounds["texts"]:,} times,
-    {rounds["tries"]} times each, and {rounds["steps"]} steps of a clipped policy gradient made answers that end, parse and
-    define what was asked likelier than the other answers of their prompt.{experts}"""
+    return f"""In each of {rounds["rounds"]} rounds it answered functions of the training text {rounds["texts"]:,}
+    times, {rounds["tries"]} times each, and {rounds["steps"]} steps of a clipped policy gradient made answers that end,
+    parse and define what was asked likelier than the other answers of their prompt.{experts}"""
 
 
 def parts_of(trained: Mapping[str, Any]) -> list[Mapping[str, Any]]:
