@@ -101,7 +101,7 @@ def test_dense_weights_are_read_while_ram_is_touched_and_before_it_is_locked(
     monkeypatch.setattr(OpenModel, "dense", read)
     runtime = Runtime.open(model, requested(device="cpu"))
     found = {stage.name: stage for stage in runtime.stages}
-    assert found["page-locking"].begin < found["dense weights"].begin < found["page-locking"].end
+    assert found["dense weights"].end <= found["page-locking"].begin
     assert runtime.statistics().experts.experts_pinned == 2 * 64
     runtime.close()
 

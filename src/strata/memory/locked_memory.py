@@ -48,7 +48,7 @@ class LockedMemory:
         self.slices: tuple[Slice, ...] = ()
         self.path = 3
         self.report = ""
-        self.began = self.ended = time.perf_counter()  # of taking and page-locking it
+        self.began = self.ended = time.perf_counter()  # of taking and page-locking it, as far as somebody waited
         self._changed = threading.Condition()
         self._open_places = 0
         self._finished = False
@@ -126,8 +126,10 @@ class LockedMemory:
         self._wanted.set()
 
     def await_demand(self) -> None:
-        """Blocks until somebody waits for a place, or nothing more is wanted."""
-        self._wanted.wait()
+        """Blocks until somebody waits for a place, or nothing more is wanted. Until then nobody was delayed."""
+        if not self._wanted.is_set():
+            self._wanted.wait()
+            self.began = time.perf_counter()
 
     def grant(self, part: Slice) -> None:
         """``part`` is registered: aliases of the places that it holds whole."""
