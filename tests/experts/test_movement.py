@@ -15,6 +15,7 @@ from strata.experts.system import ExpertSystem
 from strata.experts.tiers import Tier
 from strata.kernels.cpu.checksum import checksum_at
 from strata.kernels.cpu.experts import ExpertKernel
+from strata.kernels.cpu.stager import Stager
 from strata.kernels.host import HostBackend, HostFaults
 from strata.memory.requests import PinRequest
 from tests.experts.small_model import Opened, SmallPack, draw_picks, make_plan, open_system
@@ -61,6 +62,38 @@ def test_moves_may_be_waited_for_in_any_order(small: Small) -> None:
     sums = [int(pack.checksums.ravel()[expert]) for expert in experts]
     assert [slot_bytes(opened, slot) for slot in range(6)] == sums
     assert opened.system.statistics().buffer_waits > 0
+    opened.close()
+
+
+def test_an_interruption_of_the_wait_after_an_interruption_leaves_no_job_behind(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while slots are filled, and again while that is waited for; then everything is closed."""
+    pack, kernel = small
+    refused = HostFaults(refuse_one_allocation=True, refuse_at_slice=0)
+    opened = open_system(pack, kernel, refused, mode="resident", expert_cache=6)
+    mover, slots, loader, presses = opened.system.mover, opened.system.store.slots, Stager(2), 2
+    for slot in range(6):
+        slots.evict(slot)
+    wait = Stager.wait
+
+    def interrupted(stager: Stager, ticket: int) -> None:
+        nonlocal presses
+        if stager is loader and presses:
+            presses -= 1
+            raise KeyboardInterrupt
+        wait(stager, ticket)
+
+    def fill() -> None:
+        with mover.staged_by(loader):
+            for move in mover.load([20, 3, 9, 11, 18, 7], [slots.slot_address(slot) for slot in range(6)]):
+                mover.wait(move)
+
+    monkeypatch.setattr(Stager, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fill()
+    assert presses == 0
+    mover.drain()  # as closing does: with its own threads, of nothing
     opened.close()
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from strata.errors import EngineError
 from strata.kernels.host import CopyTiming, HostBackend, HostFaults
+from strata.memory import staged_upload
 from strata.memory.staged_upload import StagedUpload
 
 BUFFER_BYTES = 4096
+LIMIT_S = 30.0
 
 
 @pytest.fixture(params=["at_once", "threaded", "last_moment"])
@@ -42,3 +48,35 @@ def test_what_was_copied_arrives_though_its_source_is_used_again(backend: HostBa
         assert np.all(target == number + 1), sizes[number]
     for buffer in held:
         buffer.free()
+
+
+def test_closing_waits_for_who_writes_to_a_buffer_and_refuses_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may outlive an interrupted load, and the buffers are freed next."""
+    backend = HostBackend(1 << 20)
+    stream, (buffer, _) = backend.stream(), backend.allocate_pinned(BUFFER_BYTES)
+    upload = StagedUpload(stream, [buffer.address], BUFFER_BYTES)
+    writing, go_on = threading.Event(), threading.Event()
+    move = ctypes.memmove
+
+    def late(target: int, source: int, nbytes: int) -> object:
+        writing.set()
+        assert go_on.wait(LIMIT_S)
+        return move(target, source, nbytes)
+
+    monkeypatch.setattr(staged_upload.ctypes, "memmove", late)
+    source, target = np.ones(3 * BUFFER_BYTES, np.uint8), np.zeros(3 * BUFFER_BYTES, np.uint8)
+    with ThreadPoolExecutor(2) as pool:
+        copying = pool.submit(upload.copy, target.ctypes.data, source.ctypes.data, source.nbytes)
+        assert writing.wait(LIMIT_S)
+        closing = pool.submit(upload.close)
+        time.sleep(0.05)
+        assert not closing.done(), "a thread is on its way to the buffer"
+        go_on.set()
+        closing.result(LIMIT_S)
+        with pytest.raises(EngineError, match="the load has ended"):
+            copying.result(LIMIT_S)
+    with pytest.raises(EngineError, match="the load has ended"):
+        upload.copy(target.ctypes.data, source.ctypes.data, 1)
+    upload.close()
+    buffer.free()
+    backend.close()

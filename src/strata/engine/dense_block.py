@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from strata.experts.taking import synchronize_quietly
 from strata.kernels.ops import Matrix
 from strata.memory.staged_upload import StagedUpload
 
@@ -60,6 +61,14 @@ class DensePlacer:
     def finish(self) -> None:
         """Waits until all that was put is there."""
         self.stream.synchronize()
+
+    def close(self) -> None:
+        """Gives the buffers back: no thread writes to them any more, and nothing is copied from them."""
+        try:
+            if self._upload is not None:
+                self._upload.close()
+        finally:
+            synchronize_quietly(self.stream)
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._taking:

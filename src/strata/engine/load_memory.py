@@ -13,7 +13,7 @@ from strata.engine.dense_block import DensePlacer, take_block
 from strata.engine.devices import hold_to_plan, named_refusals
 from strata.experts.profile import read_profile
 from strata.experts.source import BlobPlace
-from strata.experts.taking import TakenMemory, synchronize_quietly, take_experts
+from strata.experts.taking import TakenMemory, take_experts
 from strata.kernels.host import HostBackend, HostFaults, PageLocks
 from strata.memory import planner
 
@@ -72,7 +72,7 @@ def take_memory(
     place = None
     if block is not None:
         place = DensePlacer(block, backend, experts.buffers, plan.stride)  # the experts need their buffers later
-        owned.callback(synchronize_quietly, place.stream)
+        owned.callback(place.close)
     return LoadMemory(backend, place, file, heat, experts)
 
 

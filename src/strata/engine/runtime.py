@@ -185,6 +185,7 @@ class Runtime:
                 else:
                     weights = opened.dense_elsewhere(memory.place, on_progress)
                     memory.place.finish()
+                    memory.place.close()
             with stages.of("model built"):
                 model = opened.family.build(opened.config, weights)
             experts = cls._open_experts(opened, requested, plan, memory, link_share, injection, on_progress, stages)

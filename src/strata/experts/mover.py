@@ -128,8 +128,15 @@ class Mover:
         try:
             yield
         finally:
-            self.drain()
-            self._stager = own
+            try:
+                self.drain()
+            except BaseException:  # interrupted again: closing waits for all of its jobs, whatever comes
+                stager.close()
+                self._staging.clear()
+                self._saving.clear()
+                raise
+            finally:
+                self._stager = own
 
     def load(self, experts: Sequence[int], targets: Sequence[int]) -> list[Move]:
         """Starts copies of experts into device memory at ``targets``, in order; page-locked neighbours in one run.

@@ -10,27 +10,35 @@ import ctypes
 from collections.abc import Sequence
 from queue import SimpleQueue
 
+from strata.errors import EngineError
 from strata.kernels.backend import DeviceEvent, DeviceStream
 
 __all__ = ["StagedUpload"]
 
+_CLOSED = 0  # in place of a buffer's address: there will be none any more
+
 
 class StagedUpload:
-    """Borrows ``buffers``, addresses of ``buffer_bytes`` each, until ``stream`` is synchronized after the last copy."""
+    """Borrows ``buffers``, addresses of ``buffer_bytes`` each, until it is closed and ``stream`` synchronized."""
 
     def __init__(self, stream: DeviceStream, buffers: Sequence[int], buffer_bytes: int) -> None:
         assert buffers, "an upload through no buffer"
         self._stream, self._buffer_bytes = stream, buffer_bytes
+        self._num_buffers, self._closed = len(buffers), False
         self._buffers: SimpleQueue[tuple[int, DeviceEvent | None]] = SimpleQueue()
         for address in buffers:
             self._buffers.put((address, None))
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copies ``nbytes`` of RAM at ``source`` to device memory at ``target``. ``source`` may be overwritten after
-        it; ``target`` holds them once the stream is synchronized. Any thread may call it."""
+        it; ``target`` holds them once the stream is synchronized. Any thread may call it. Raises ``EngineError`` once
+        it is closed."""
         for at in range(0, nbytes, self._buffer_bytes):
             count = min(self._buffer_bytes, nbytes - at)
             buffer, event = self._buffers.get()
+            if buffer == _CLOSED or self._closed:
+                self._buffers.put((buffer, event))
+                raise EngineError("the load has ended: nothing more goes to the device")
             try:
                 if event is not None:
                     event.synchronize()
@@ -39,3 +47,21 @@ class StagedUpload:
                 event = self._stream.record()
             finally:
                 self._buffers.put((buffer, event))
+
+    def close(self) -> None:
+        """Waits until no thread writes to a buffer, whatever interrupts the wait: threads of a load that was
+        interrupted may still be on their way, and the buffers are freed next. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        interruption: BaseException | None = None
+        left = self._num_buffers
+        while left:
+            try:
+                self._buffers.get()
+                left -= 1
+            except KeyboardInterrupt as pressed:
+                interruption = pressed
+        self._buffers.put((_CLOSED, None))
+        if interruption is not None:
+            raise interruption
