@@ -40,7 +40,7 @@ class ExpertStatistics:
     experts_in_ram: int
     experts_pinned: int
     pinned_bytes: int
-    page_lock_seconds: float  # that taking the RAM copy and page-locking it took
+    page_lock_seconds: float  # of page-locking the RAM copy, from when somebody waited for it
     page_lock_path: int  # 1, 2 or 3 of the RAM copy; 0 where RAM holds none
     version: int
 
