@@ -285,7 +285,7 @@ def test_threads_are_bounded_where_the_option_is_read() -> None:
 SIZES = [name for name in FROZEN if name.endswith("_gib")]
 REALS = [*SIZES, "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 REALS += ["pcie_frac", "prefill_cpu_share"]
-SWITCHES = {name for name in FROZEN if BY_NAME[name].is_switch} | {"stage_resident"}
+SWITCHES = {name for name in FROZEN if BY_NAME[name].is_switch} | {"stage_resident", "prefer_slices"}
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -227,11 +227,13 @@ class Requested:
     partial_pin: bool = option(
         False, parse_switch, "memory", "Page-locks the hottest prefix of a RAM budget.", variable_only=True
     )
-    prefer_slices: bool = option(
-        False,
-        parse_switch,
+    prefer_slices: bool | Auto = option(
+        AUTO,
+        or_word(parse_switch, AUTO),
         "memory",
-        "Page-locks slice by slice (path 2) without trying the one allocation: faster where its log line says so.",
+        "Page-locks slice by slice (path 2) without trying the one allocation (1), or tries that first (0); auto takes "
+        "what a trial of both says, for 4 GiB and more on a card.",
+        metavar="auto|0|1",
         variable_only=True,
     )
     test_complement_refuse: bool = option(

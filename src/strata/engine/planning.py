@@ -121,5 +121,5 @@ def pin_request(requested: Requested, rule: PinRequest) -> PinRequest:
         by_need=requested.pin_by_need,
         partial=requested.partial_pin,
         refuse_one_allocation=requested.test_complement_refuse,
-        prefer_slices=requested.prefer_slices,
+        prefer_slices=None if isinstance(requested.prefer_slices, str) else requested.prefer_slices,
     )

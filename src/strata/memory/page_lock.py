@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from strata.errors import MemoryPlanError
 from strata.kernels.backend import Backend, PinRefused
+from strata.memory.lock_trial import LEAST_COPY, LockTrial, try_both
 from strata.memory.locked_memory import LockedMemory, Slice
 from strata.memory.requests import PinRequest
 from strata.memory.system import system
@@ -72,20 +73,28 @@ def take_memory(
     assert nbytes > 0, "a copy of nothing is not taken"
     began = time.perf_counter()
     whole = request.rule != "none" and (limit is None or limit >= nbytes) and needed is None and not request.partial
-    if whole and not request.refuse_one_allocation and not request.prefer_slices:
-        taken = _take_path_1(backend, num_places, stride, began)
-        if taken is not None:
-            logger.log(level, "%s", taken.report)
-            return taken
     threads = request.touch_threads
     if threads is None:
         threads = min(num_cpus, MOST_TOUCH_THREADS) if nbytes >= TOUCH_IN_PARALLEL else 1
-    cuts = [] if request.rule == "none" else cut_slices(num_places, stride, slice_bytes, system.PAGE_BYTES, needed)
+    skipped, may_register = "STRATA_PREFER_SLICES" if request.prefer_slices else "", True
+    if whole and not request.refuse_one_allocation and not skipped:
+        trial = _try_both(backend, request, nbytes, threads)
+        skipped = trial.words() if trial is not None and trial.slices_first else ""
+        may_register = trial is None or trial.registers
+        taken = None if skipped else _take_path_1(backend, num_places, stride, began)
+        if taken is not None:
+            logger.log(level, "%s", taken.report)
+            return taken
+    cuts = (
+        []
+        if request.rule == "none" or not may_register
+        else cut_slices(num_places, stride, slice_bytes, system.PAGE_BYTES, needed)
+    )
     wanted = _within(limit, cuts, stride)
     region = _map(nbytes, request)
     memory = LockedMemory(region, num_places, stride)
     memory.began = began
-    locking = _Locking(memory, region, backend, request, wanted, len(cuts), threads, level)
+    locking = _Locking(memory, region, backend, request, wanted, len(cuts), threads, level, skipped)
     try:
         if wait or threads == 1 or len(wanted) < 2:
             memory.want()
@@ -96,6 +105,12 @@ def take_memory(
         memory.close()
         raise
     return memory
+
+
+def _try_both(backend: Backend, request: PinRequest, nbytes: int, threads: int) -> LockTrial | None:
+    if request.prefer_slices is not None or nbytes < LEAST_COPY:
+        return None
+    return try_both(backend, threads, request.huge_pages)
 
 
 def _take_path_1(backend: Backend, num_places: int, stride: int, began: float) -> LockedMemory | None:
@@ -143,6 +158,7 @@ class _Locking:
     num_cuts: int  # slices that the whole copy has
     touch_threads: int
     level: int
+    skipped: str  # why path 1 was not tried
 
     def run(self) -> None:
         """All of it, in one thread. Leaves it half done where the memory is closed meanwhile."""
@@ -172,8 +188,8 @@ class _Locking:
         if path == 2:
             said = f"{len(granted):,} of {self.num_cuts:,} slices, {num_pinned:,} of {memory.num_places:,} experts"
             said += f", the rest {rest}" if rest else ""
-        if self.request.prefer_slices and path == 2:
-            said += ", path 1 not tried (STRATA_PREFER_SLICES)"
+        if self.skipped and path == 2:
+            said += f", path 1 not tried ({self.skipped})"
         ended = time.perf_counter()
         report = _report(path, num_pinned * memory.stride, memory.nbytes, ended - memory.began, said)
         if self.request.partial and num_pinned:
