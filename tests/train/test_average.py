@@ -47,6 +47,14 @@ def test_every_weight_is_the_mean_rounded_once(pair: tuple[Path, Path], tmp_path
     assert torch.equal(model.lm_head.weight.detach(), found["lm_head.weight"].float())
 
 
+def test_the_mean_says_of_what_it_is(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """A part that goes on from it has both parts, and the share, among those before it."""
+    (pair[1] / "figures.json").write_text('{"step": 7, "before": {"step": 3}}')
+    average(*pair, 0.25, tmp_path / "mean")
+    found = json.loads((tmp_path / "mean" / "figures.json").read_text())
+    assert found == {"step": 7, "before": {"step": 3}, "mean_with_before": 0.25}
+
+
 def test_what_has_no_mean_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     first, second = pair
     for share in (0.0, 1.0, float("nan")):

@@ -22,7 +22,9 @@ from tests.train.small_sizes import SMALL
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "train"))
 
 import reinforce
+from card import words_of_rounds
 from checkpoint import config_of, export
+from curve import joined
 from measure import Measures
 from model import Config, TrainModel
 from pack import Encoder, retrieval_words
@@ -331,6 +333,8 @@ def test_a_loss_that_is_not_finite_ends_in_one_line(folder: Path, monkeypatch: p
         ("--clip=1", "below 1"),
         ("--temperature=0", "above zero"),
         ("--aside=-1", "below zero"),
+        ("--rounds=0", "at least one"),
+        ("--seed=1", "no meta.json in it"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(
@@ -338,6 +342,26 @@ def test_what_makes_no_sense_is_refused_in_one_line(
 ) -> None:
     with pytest.raises(SystemExit, match=said):
         options(monkeypatch, tmp_path, option)
+
+
+def test_a_run_without_a_step_ends_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Reinforcer(options(monkeypatch, folder, "--wall=0"), Judge(0))
+    with pytest.raises(SystemExit, match="no step was taken"):
+        trainer.run()
+    assert not (folder / "out" / "figures.json").exists()
+
+
+def test_the_card_says_what_rounds_were() -> None:
+    given = {"rounds": 6, "texts": 8192, "tries": 8, "steps": 12, "experts": False}
+    words = " ".join(words_of_rounds(given).split())
+    assert "In each of 6 rounds it gave 8,192 answers to 1,024 functions of the training text" in words
+    assert words.endswith("The routed experts stayed as they were.")
+    assert "experts" not in words_of_rounds(given | {"experts": True})
+
+
+def test_logs_of_parts_are_one_curve() -> None:
+    found = joined([[{"step": 1, "main": 9.0}, {"step": 2, "main": 8.0}], [{"step": 1, "main": 7.0}]])
+    assert [(e["step"], e["main"]) for e in found] == [(1, 9.0), (2, 8.0), (3, 7.0)]
 
 
 @pytest.mark.parametrize(

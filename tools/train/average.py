@@ -49,6 +49,9 @@ def average(first: Path, second: Path, share: float, out: Path) -> None:
     for name in KEPT:
         if (first / name).exists():
             shutil.copy(first / name, out / name)
+    if (second / "figures.json").exists():  # a part that goes on from the mean has it among those before it
+        figures = json.loads((second / "figures.json").read_text()) | {"mean_with_before": share}
+        (out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def _mean(first: torch.Tensor, second: torch.Tensor, share: float) -> torch.Tensor:

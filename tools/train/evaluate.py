@@ -163,11 +163,8 @@ class Evaluation:
         prompts = self.meta["completions"][: self.sizes.prompts]
         good = loops = 0
         with Subject(self.packs["shipped"]) as subject:
-            decode = subject.opened.text.tokenizer.decode
             for prompt in prompts:
-                ids = subject.greedy(prompt["ids"], 96, lambda ids: ids[-1] == self.end or is_dedented(decode(ids)))
-                body = cut_at_dedent(decode([i for i in ids if i != self.end]), ended=ids[-1] == self.end)
-                parsed = bool(body.strip()) and parses(prompt["text"] + "\n" + body)
+                ids, body, parsed = complete(subject, prompt["ids"], prompt["text"], self.end)
                 good, loops = good + parsed, loops + repeats(ids)
                 self.samples["completions"].append(
                     {"package": prompt["package"], "prompt": prompt["text"], "body": body, "parses": parsed}
@@ -180,15 +177,10 @@ class Evaluation:
         prompts = self.meta["completions"][: self.sizes.prompts]
         ended = code = both = 0
         with Subject(self.packs["shipped"]) as subject:
-            text = subject.opened.text
-            ends = set(text.end_ids)
             for prompt in prompts:
-                ids = list(text.chat([{"role": "user", "content": prompt["text"]}]).ids)
+                ids, answer, has_ended, is_code = ask(subject, prompt["text"])
                 assert ids == prompt["chat_ids"], "the template writes what the trainer wrote"
-                found = subject.greedy(ids, 256, lambda ids: ids[-1] in ends)
-                answer = text.tokenizer.decode([i for i in found if i not in ends])
-                is_code = parses(answer) and "def " in answer
-                ended, code, both = ended + (found[-1] in ends), code + is_code, both + (found[-1] in ends and is_code)
+                ended, code, both = ended + has_ended, code + is_code, both + (has_ended and is_code)
                 self.samples["chats"].append({"prompt": prompt["text"], "answer": answer, "code": is_code})
         for name, count in (("chat_end", ended), ("chat_code", code), ("chat_good", both)):
             self._keep(name, 100 * count / len(prompts), "of 100", runs=len(prompts))
@@ -228,6 +220,23 @@ def find_answers(ids: list[int], answers: list[list[int]], marker: list[int]) ->
         places.append(end - len(answer))
         end -= len(wanted)
     return places[::-1]
+
+
+def complete(subject: Subject, prompt: Sequence[int], text: str, end: int) -> tuple[list[int], str, bool]:
+    """(ids, body, whether it parses) of a greedy completion of 96 ids, cut at the dedent; ``text`` is the prompt's."""
+    decode = subject.opened.text.tokenizer.decode
+    ids = subject.greedy(list(prompt), 96, lambda ids: ids[-1] == end or is_dedented(decode(ids)))
+    body = cut_at_dedent(decode([i for i in ids if i != end]), ended=ids[-1] == end)
+    return ids, body, bool(body.strip()) and parses(text + "\n" + body)
+
+
+def ask(subject: Subject, prompt: str) -> tuple[list[int], str, bool, bool]:
+    """(the prompt's ids, the answer, whether it ended within 256 ids, whether it is Python with a function)."""
+    text = subject.opened.text
+    ends, ids = set(text.end_ids), list(text.chat([{"role": "user", "content": prompt}]).ids)
+    found = subject.greedy(ids, 256, lambda ids: ids[-1] in ends)
+    answer = text.tokenizer.decode([i for i in found if i not in ends])
+    return ids, answer, found[-1] in ends, parses(answer) and "def " in answer
 
 
 def is_dedented(body: str) -> bool:

@@ -141,7 +141,10 @@ def finish(args: argparse.Namespace) -> None:
     (packs["shipped"] / CARD).write_text(text)
     check_size(packs["shipped"])
     replace_folder(packs["shipped"], args.root / "src/strata/data/small")
-    for source, name in ((trained, "small-training.json"), (curve, "small-loss.png")):
+    rounds = args.checkpoint / "rounds.jsonl"
+    for source, name in (
+        (trained, "small-training.json"), (curve, "small-loss.png"), (rounds, "small-rounds.jsonl")
+    ):  # fmt: skip
         if source.exists():
             (results / "h200").mkdir(parents=True, exist_ok=True)
             shutil.copy(source, results / "h200" / name)

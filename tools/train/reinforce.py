@@ -168,19 +168,22 @@ class Reinforcer(Trainer):
                 break
             entry = self.round(start)
             now = time.perf_counter()
-            took, measuring = now - began, entry["sampling_seconds"]
+            took, measuring = now - began, entry["sampling_seconds"] if self.prompts.kept else 0.0
             self._tell(entry | {"seconds": round(now - start, 1)})
             if now - kept > args.keep_every:
                 kept = now
                 export(self.model, args.out)
-        began = time.perf_counter()
-        greedy = summary(self._measured())
-        self._tell({"round": "end", "greedy": greedy, "sampling_seconds": round(time.perf_counter() - began, 2)})
+        if not self.log:
+            sys.exit("no step was taken: give more --seconds or --wall, or more --texts a round")
+        if self.prompts.kept:
+            began = time.perf_counter()
+            greedy = summary(self._measured())
+            self._tell({"round": "end", "greedy": greedy, "sampling_seconds": round(time.perf_counter() - began, 2)})
         self.progress.seconds = time.perf_counter() - start
 
     def _measured(self) -> list[Text]:
         kept = self.prompts.kept
-        return self.answering.judged(kept, self.answering.said(kept, [0.0] * len(kept))) if kept else []
+        return self.answering.judged(kept, self.answering.said(kept, [0.0] * len(kept)))
 
     def round(self, start: float) -> dict[str, Any]:
         """Draws, samples, judges, learns; the greedy measure rides with the sampling."""
@@ -267,8 +270,9 @@ class Reinforcer(Trainer):
 
     def described(self) -> dict[str, Any]:
         names = ("texts", "tries", "steps", "temperature", "clip", "policy", "chats", "chat_limit", "completion_limit",
-                 "longest_prompt", "decay", "experts")  # fmt: skip
-        rounds = {name: getattr(self.args, name) for name in names} | {"rounds": len(self.rounds) - 1}
+                 "longest_prompt", "decay", "experts", "aside", "seed", "seconds")  # fmt: skip
+        rounds = {name: getattr(self.args, name) for name in names}
+        rounds["rounds"] = sum(entry["round"] != "end" for entry in self.rounds)
         greedy = [entry["greedy"] for entry in self.rounds if "greedy" in entry]
         return super().described() | {"reinforced": rounds, "greedy_aside": greedy}
 
@@ -322,6 +326,8 @@ def _check(args: argparse.Namespace) -> None:
                  "clip", "policy", "rate", "decay", "seconds"):  # fmt: skip
         if not getattr(args, name) > 0:
             sys.exit(f"--{name.replace('_', '-')} {getattr(args, name)}: give a number above zero")
+    if args.rounds is not None and args.rounds < 1:
+        sys.exit(f"--rounds {args.rounds}: give at least one")
     if args.tries < 2 or args.texts % args.tries:
         sys.exit(f"--texts {args.texts} --tries {args.tries}: give at least two tries, and a multiple of them as texts")
     if not 0 <= args.chats <= 1:
@@ -330,6 +336,10 @@ def _check(args: argparse.Namespace) -> None:
         sys.exit(f"--clip {args.clip}: give a number below 1")
     if args.aside < 0 or args.judges < 0:
         sys.exit("--aside and --judges take no number below zero")
+    for name, holds in (("tokens", "meta.json"), ("weights", "config.json")):
+        folder = getattr(args, name)
+        if not (folder / holds).exists():
+            sys.exit(f"--{name} {folder}: there is no {holds} in it")
 
 
 def main() -> None:

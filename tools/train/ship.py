@@ -3,10 +3,13 @@
 Lives beside the trainer. The shipped pack must stay below ``SHIPPED_BYTES``: NVFP4 experts, 8-bit matrices, and the
 n-gram table in FP8 rows with one scale each, as large tables of the family are published (decision 0057). Knows the
 pack writer, not the model.
+
+    python tools/train/ship.py --checkpoint DIR --out PACK
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -83,3 +86,16 @@ def replace_folder(source: Path, destination: Path) -> None:
         shutil.rmtree(destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(source, destination)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Packs a BF16 checkpoint folder as it would ship.")
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="a folder that does not exist")
+    parser.add_argument("--format", choices=sorted(FORMATS), default="shipped")
+    args = parser.parse_args()
+    make_pack(args.checkpoint, args.out, FORMATS[args.format])
+
+
+if __name__ == "__main__":
+    main()

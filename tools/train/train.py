@@ -314,7 +314,9 @@ class Trainer:
 
 
 def plot(log: list[dict[str, Any]], path: Path) -> None:
-    """The loss curve; left out where matplotlib is not installed."""
+    """The loss curve; left out where there was no step, and where matplotlib is not installed."""
+    if not log:
+        return
     try:
         import matplotlib
     except ImportError:
