@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from strata.config import Requested
-from strata.engine.arms import Arm, all_arms, demo_arms, run_arm, self_tests
+from strata.config_sources import resolve
+from strata.engine.arms import Arm, all_arms, arm_request, demo_arms, run_arm, self_tests
 from strata.engine.identity import Script, Transcript, compare
 from strata.engine.models import OpenModel, open_model
+from strata.engine.planning import pin_request
 from strata.engine.proof import Proof
 from strata.errors import ConfigError, MemoryPlanError
+from strata.memory.requests import PinRequest
 
 SCRIPT = Script((1, 7, 130), 12)
 REQUESTED = dataclasses.replace(Requested(), ram_gib=1.0, resident_headroom_gib=0.0)
@@ -90,3 +93,10 @@ def test_arms_have_names_of_their_own(model: OpenModel) -> None:
     assert len(set(names)) == len(names)
     assert len(demo_arms(model, 100)) == 6
     assert len(self_tests(model)) == 7
+
+
+def test_no_trial_decides_the_path_that_an_arm_is_named_for() -> None:
+    """A copy of several GiB would take the faster path, and the arm of the other one would prove nothing."""
+    assert resolve().prefer_slices == "auto"
+    found = arm_request(resolve(), Arm("arena, path 1", {"expert_cache": 4}, ("page_lock_path = 1",)), Script())
+    assert pin_request(found, PinRequest()).prefer_slices is False

@@ -299,8 +299,9 @@ _OWN = [one for one in OPTIONS if one.group in ("memory", "prompt", "experts") a
 
 
 def arm_request(requested: Requested, arm: Arm, script: Script) -> Requested:
-    """The user's configuration with every memory, prompt and expert option at its default, then the arm's own."""
-    free = {one.name: one.default for one in _OWN}
+    """The user's configuration with every memory, prompt and expert option at its default, then the arm's own. Paths
+    of page-locking go in their documented order, so that an arm takes the one that it is named for."""
+    free = {one.name: one.default for one in _OWN} | {"prefer_slices": False}
     longest = max(script.prompt_lengths) + script.decode_tokens + 8
     context = requested.max_context if isinstance(requested.max_context, int) else longest
     changed = {**free, "prefill": Prefill(512, is_auto=False), "max_context": context, **arm.options}
