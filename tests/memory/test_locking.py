@@ -236,6 +236,15 @@ def test_places_are_filled_and_pages_touched_while_other_slices_are_locked() -> 
     memory.close()
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """A shell's background job is started with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_ctrl_c_reaches_who_waits_and_closing_ends_the_locking() -> None:
     threads, going_on = threading.active_count(), threading.Event()
 
