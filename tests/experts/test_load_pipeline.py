@@ -78,6 +78,7 @@ def test_a_pipelined_load_serves_the_same_experts(small: Small, refused_at: int 
         torch.testing.assert_close(opened.forward(seed, rows), oracle(pack, kernel, seed, rows), rtol=0, atol=0)
     found = {stage.name: stage for stage in stages.in_order()}
     assert set(found) == {"page-locking", "experts into RAM", "slots"}
+    assert list(found)[-1] == "slots"
     assert found["page-locking"].end <= found["slots"].begin
     opened.close()
     assert_nothing_left(backend, threads)

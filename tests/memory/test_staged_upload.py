@@ -80,3 +80,24 @@ def test_closing_waits_for_who_writes_to_a_buffer_and_refuses_the_next(monkeypat
     upload.close()
     buffer.free()
     backend.close()
+
+
+def test_an_interruption_of_closing_comes_after_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = HostBackend(1 << 20)
+    buffer, _ = backend.allocate_pinned(BUFFER_BYTES)
+    upload = StagedUpload(backend.stream(), [buffer.address], BUFFER_BYTES)
+    held, looks = upload._buffers.get(), 0  # a thread is on its way with it
+
+    def pressed(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            upload._buffers.put(held)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(staged_upload.time, "sleep", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        upload.close()
+    assert looks == 3, "each press is remembered, none ends the wait"
+    buffer.free()
+    backend.close()

@@ -16,8 +16,6 @@ from strata.benchmark_record import Figure
 
 __all__ = ["render_card"]
 
-ROUNDING_BEFORE = "of the version before, NVFP4 experts cost 0.28 % and Q8_0 experts 0.06 % over BF16."
-
 FORMAT_ROWS = (
     ("bf16", "BF16 experts, BF16 dense (the trained weights)"),
     ("q8_0", "Q8_0 experts, BF16 dense"),
@@ -102,8 +100,9 @@ def quality(figures: Mapping[str, Figure], machine: Mapping[str, Any], trained: 
     reinforced = trained.get("reinforced")
     rounded = ""
     if reinforced and not reinforced["experts"]:
-        rounded = f"""The routed experts were rounded to NVFP4 before the last part, which left them alone, so the
-        rows of expert formats say what is left of activations and hardly what rounding costs: {ROUNDING_BEFORE}"""
+        rounded = """The routed experts were rounded to NVFP4 before the last part, which left them alone, so the
+        rows of expert formats say what is left of activations and hardly what rounding costs; tools/train/README.md
+        has that of the version before."""
     activations = f"""8-bit activations of the experts cost {value("activations_cost_nvfp4")} % of the bits per byte
     with NVFP4 experts, {value("activations_cost_q8_0")} % with Q8_0 experts and {value("activations_cost_shipped")} %
     as shipped, against FP32 activations on the same weights."""

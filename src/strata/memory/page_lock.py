@@ -76,20 +76,16 @@ def take_memory(
     threads = request.touch_threads
     if threads is None:
         threads = min(num_cpus, MOST_TOUCH_THREADS) if nbytes >= TOUCH_IN_PARALLEL else 1
-    skipped, may_register = "STRATA_PREFER_SLICES" if request.prefer_slices else "", True
+    skipped, registers = "STRATA_PREFER_SLICES" if request.prefer_slices else "", request.rule != "none"
     if whole and not request.refuse_one_allocation and not skipped:
         trial = _try_both(backend, request, nbytes, threads)
         skipped = trial.words() if trial is not None and trial.slices_first else ""
-        may_register = trial is None or trial.registers
+        registers = trial is None or trial.registers
         taken = None if skipped else _take_path_1(backend, num_places, stride, began)
         if taken is not None:
             logger.log(level, "%s", taken.report)
             return taken
-    cuts = (
-        []
-        if request.rule == "none" or not may_register
-        else cut_slices(num_places, stride, slice_bytes, system.PAGE_BYTES, needed)
-    )
+    cuts = cut_slices(num_places, stride, slice_bytes, system.PAGE_BYTES, needed) if registers else []
     wanted = _within(limit, cuts, stride)
     region = _map(nbytes, request)
     memory = LockedMemory(region, num_places, stride)

@@ -7,6 +7,7 @@ the link's rate. It must not know what is copied.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 from queue import SimpleQueue
 
@@ -15,7 +16,7 @@ from strata.kernels.backend import DeviceEvent, DeviceStream
 
 __all__ = ["StagedUpload"]
 
-_CLOSED = 0  # in place of a buffer's address: there will be none any more
+_LOOK_S = 0.001  # between two looks at what is still on its way when a load ends
 
 
 class StagedUpload:
@@ -36,7 +37,7 @@ class StagedUpload:
         for at in range(0, nbytes, self._buffer_bytes):
             count = min(self._buffer_bytes, nbytes - at)
             buffer, event = self._buffers.get()
-            if buffer == _CLOSED or self._closed:
+            if self._closed:
                 self._buffers.put((buffer, event))
                 raise EngineError("the load has ended: nothing more goes to the device")
             try:
@@ -51,17 +52,14 @@ class StagedUpload:
     def close(self) -> None:
         """Waits until no thread writes to a buffer, whatever interrupts the wait: threads of a load that was
         interrupted may still be on their way, and the buffers are freed next. May be called twice."""
-        if self._closed:
-            return
-        self._closed = True
+        self._closed = True  # whoever takes a buffer from here on puts it back
         interruption: BaseException | None = None
-        left = self._num_buffers
-        while left:
+        while True:
             try:
-                self._buffers.get()
-                left -= 1
+                while self._buffers.qsize() < self._num_buffers:
+                    time.sleep(_LOOK_S)
+                break
             except KeyboardInterrupt as pressed:
                 interruption = pressed
-        self._buffers.put((_CLOSED, None))
         if interruption is not None:
             raise interruption
