@@ -32,7 +32,7 @@ BAD = (
 def test_functions_are_others_than_the_evaluations_and_few_of_a_file(tmp_path: Path) -> None:
     byte_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_directory(tmp_path)
-    inside = 'class Area:\n    def method(self):\n        """How large an area of these sides is."""\n        return 1\n'
+    inside = 'class Area:\n    def method(self):\n        """How large an area of these sides is."""\n        pass\n'
     many = "".join(GOOD.format(name=f"many{n}") for n in range(9))
     files = [many, BAD, inside, "def broken(:\n", GOOD.format(name="alone")]
     ids = [i for text in files for i in (*tokenizer.encode(text), END)]
