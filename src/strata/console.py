@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from strata import interrupts
+from strata import collector, interrupts
 
 TYPE_CHECKING = False  # that of ``typing`` takes longer to import than what must come first
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ __all__ = ["run"]
 def run() -> NoReturn:
     """Runs the command of this process's arguments and exits with its status."""
     interrupts.begin()
+    collector.pause()
     try:
         from strata.cli.app import main
 

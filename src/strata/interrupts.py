@@ -15,6 +15,8 @@ from __future__ import annotations
 import os
 import signal
 
+from strata import collector
+
 TYPE_CHECKING = False  # that of ``typing`` takes longer to import than all else here
 if TYPE_CHECKING:
     from types import FrameType
@@ -35,6 +37,7 @@ def begin() -> None:
 
 def in_order() -> None:
     """All that is heavy is imported: Ctrl-C raises ``KeyboardInterrupt`` from here on."""
+    collector.resume()
     if _begun and signal.getsignal(signal.SIGINT) is end_at_once:
         _set(signal.default_int_handler)
 

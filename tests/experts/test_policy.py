@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,6 +101,22 @@ def test_the_share_of_the_link_is_a_function_of_the_lists() -> None:
     assert split_pinned(6, 4, 1.0) == 6
     assert split_pinned(0, 10, 0.7) == 0
     assert split_pinned(3, 0, 0.5) == 2
+
+
+@given(st.integers(0, 80), st.integers(0, 80), st.floats(0, 1, width=32))
+def test_whoever_ends_later_ends_as_early_as_whole_experts_allow(pinned: int, cpu: int, fraction: float) -> None:
+    """Against all other splits: at ``fraction`` of both rates the link, at the rest the CPU."""
+    taken = split_pinned(pinned, cpu, fraction)
+    link, rest = Fraction(fraction), 1 - Fraction(fraction)
+
+    def end(count: int) -> Fraction | float:
+        by_link = count / link if link else (math.inf if count else 0)
+        left = pinned + cpu - count
+        return max(by_link, left / rest if rest else (math.inf if left else 0))
+
+    best = min(end(count) for count in range(pinned + 1))
+    assert 0 <= taken <= pinned
+    assert end(taken) == best or math.isclose(end(taken), best, rel_tol=1e-12)
 
 
 def test_a_fixed_share_of_the_link_is_of_the_page_locked_misses_alone() -> None:

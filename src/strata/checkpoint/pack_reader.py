@@ -102,6 +102,12 @@ class PackReader:
         return sum(spec.nbytes for spec in self._dense_specs.values())
 
     @property
+    def dense_file(self) -> Path | None:
+        """The file that ``load_dense`` reads from its first byte to its last, about in order; None where weights are
+        computed."""
+        return self.folder / DENSE_FILE
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all files of the pack."""
         return sum(path.stat().st_size for path in self._listed())

@@ -102,6 +102,10 @@ class SyntheticReader(PackReader):
         return sum(self.matrix_bytes(name) for name in self.manifest.dense)
 
     @property
+    def dense_file(self) -> None:
+        return None
+
+    @property
     def total_bytes(self) -> int:
         """Bytes that a pack of this model would have, but for its small files."""
         assert self.layout is not None

@@ -61,6 +61,11 @@ class OpenModel:
         """The same, each given to ``place`` as soon as it is read: in RAM only a few of them exist at a time."""
         return self.reader.load_dense(_told(on_progress), place)
 
+    @property
+    def unread_file(self) -> Path | None:
+        """The file that dense weights will be read from; None where they are here already, or computed."""
+        return None if self._dense else self.reader.dense_file
+
     def close(self) -> None:
         self._dense.clear()
         self.reader.close()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from strata import collector
 from strata.errors import CheckpointError, ConfigError, EngineError, MemoryPlanError, StrataError, lacks_memory
 from strata.stages import Stage, format_stages
 
@@ -154,6 +155,7 @@ def main() -> None:
 
 def _run() -> None:
     words: Mapping[str, object] = json.loads(sys.argv[1])
+    collector.pause()  # as the program's own start
     before = time.perf_counter()
     import torch  # noqa: F401 - first, to be timed apart from all else
 
@@ -162,6 +164,7 @@ def _run() -> None:
     from strata.engine.runtime import Runtime
     from strata.engine.session import Session
 
+    collector.resume()
     began = float(str(words["began"]))
     imports = time.time() - began
     flags = words["flags"]

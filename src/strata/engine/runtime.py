@@ -48,6 +48,7 @@ from strata.memory import planner
 from strata.memory.page_lock import SYSTEM_LOCKS
 from strata.memory.planner import format_bytes
 from strata.memory.probe import Machine, probe_machine
+from strata.memory.read_ahead import ReadAhead
 from strata.stages import Stage, Stages, format_stages
 from strata.words import count_of
 
@@ -108,6 +109,17 @@ def kv_format(requested: Requested) -> KvFormat:
     return "f32" if requested.kv == 32 else "bf16"
 
 
+def _followed(ahead: ReadAhead, on_progress: Progress | None) -> Progress:
+    """``on_progress``, and ``ahead`` told how many bytes of dense weights were read."""
+
+    def tell(phase: str, done: int, total: int) -> None:
+        ahead.reached(done)
+        if on_progress is not None:
+            on_progress(phase, done, total)
+
+    return tell
+
+
 class Runtime:
     """Owns device memory, the expert tiers and their threads; borrows the open model. Close once.
 
@@ -160,6 +172,8 @@ class Runtime:
         caller's to close."""
         stages = Stages()
         with ExitStack() as owned:
+            ahead = ReadAhead(opened.unread_file)  # the drive works while a card is opened and memory is taken
+            owned.callback(ahead.close)
             with stages.of("probe"):
                 machine = probe(requested)
             with stages.of("card"):
@@ -180,12 +194,14 @@ class Runtime:
             backend = memory.backend
             with stages.of("dense weights"):
                 weights: Weights
+                tell = _followed(ahead, on_progress)
                 if memory.place is None:
-                    weights = opened.dense(on_progress)
+                    weights = opened.dense(tell)
                 else:
-                    weights = opened.dense_elsewhere(memory.place, on_progress)
+                    weights = opened.dense_elsewhere(memory.place, tell)
                     memory.place.finish()
                     memory.place.close()
+                ahead.close()
             with stages.of("model built"):
                 model = opened.family.build(opened.config, weights)
             experts = cls._open_experts(opened, requested, plan, memory, link_share, injection, on_progress, stages)

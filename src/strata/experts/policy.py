@@ -81,7 +81,8 @@ def split_pinned(num_pinned: int, num_cpu: int, fraction: float, *, balance: boo
 
     A pure function of the lists: with ``balance``, ``fraction`` of all misses (``num_cpu`` others must be computed by
     the CPU), so that link and CPU end together whatever is not page-locked; without, of the page-locked ones alone.
-    Rounded half up, at most all the page-locked ones.
+    The number of whole experts with which whoever ends later, the link at ``fraction`` of both rates or the CPU at the
+    rest, ends earliest: one goes to the link while ``taken / fraction <= (shared - taken + 1) / (1 - fraction)``.
     """
     shared = num_pinned + num_cpu if balance else num_pinned
-    return min(num_pinned, int(shared * fraction + 0.5))
+    return min(num_pinned, int((shared + 1) * fraction))

@@ -12,12 +12,14 @@ import errno
 import mmap
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from strata.kernels.cpu.library import declare
 from strata.memory.limits import Advice, LockRefused, MemoryLimit
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "open_direct",
     "pin_rooms",
     "process_memory",
+    "read_ahead",
     "read_ram",
     "touch_pages",
     "unlock_pages",
@@ -56,9 +59,8 @@ _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 
-_ADVICE: dict[Advice, int] = {"huge": 14, "will_need": 3, "populate": 23}
+_ADVICE: dict[Advice, int] = {"huge": 14, "will_need": 3}
 
 
 class Region:
@@ -121,8 +123,12 @@ def advise(address: int, nbytes: int, advice: Advice) -> bool:
 
 def touch_pages(address: int, nbytes: int) -> None:
     """Makes the pages exist, as zeros, without the interpreter's lock. Only for memory that nobody has written."""
-    if not advise(address, nbytes, "populate"):  # since Linux 5.14
-        _libc.memset(address, 0, nbytes)
+    _native_touch()(address, nbytes, PAGE_BYTES)
+
+
+@cache
+def _native_touch() -> Callable[[int, int, int], object]:
+    return declare("strata_touch_pages", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, returns=None)
 
 
 def make_writable(address: int, nbytes: int) -> None:
@@ -141,6 +147,15 @@ def is_cached(descriptor: int, offset: int) -> bool:
         return False
     except OSError:
         return True
+
+
+def read_ahead(descriptor: int, offset: int, nbytes: int) -> bool:
+    """Has a part of an open file read into the page cache, and waits for nothing but room in the drive's queue."""
+    try:
+        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+    except OSError:
+        return False
+    return True
 
 
 def lock_pages(address: int, nbytes: int) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "open_direct",
     "pin_rooms",
     "process_memory",
+    "read_ahead",
     "read_ram",
     "touch_pages",
     "unlock_pages",
@@ -132,6 +133,11 @@ def touch_pages(address: int, nbytes: int) -> None:
 def make_writable(address: int, nbytes: int) -> None:
     """Mapped files stay read-only here: damage on purpose is for systems with private mappings."""
     raise OSError("mapped files cannot be made writable on Windows")
+
+
+def read_ahead(descriptor: int, offset: int, nbytes: int) -> bool:
+    """Windows takes no such hint for a file that is not mapped."""
+    return False
 
 
 def is_cached(descriptor: int, offset: int) -> bool:

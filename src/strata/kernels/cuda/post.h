@@ -129,10 +129,11 @@ __device__ void list_pick(const PostShape& shape, const PostTables& tables, cons
     }
 }
 
-// How many of the page-locked misses the GPU takes, of `pinned` such experts and `others`.
+// How many of the page-locked misses the GPU takes, of `pinned` such experts and `others`: experts/policy.py,
+// `split_pinned`.
 __device__ __forceinline__ int taken_of(const PostShape& shape, int pinned, int others) {
     const int shared = shape.balance ? pinned + others : pinned;
-    return static_cast<int>(static_cast<double>(shared) * static_cast<double>(shape.fraction) + 0.5);
+    return static_cast<int>(static_cast<double>(shared + 1) * static_cast<double>(shape.fraction));
 }
 
 // Sorts the picks into the three lists. By one block, a thread a pick.
