@@ -95,7 +95,7 @@ def test_arms_have_names_of_their_own(model: OpenModel) -> None:
     assert len(self_tests(model)) == 7
 
 
-def test_no_trial_decides_the_path_that_an_arm_is_named_for() -> None:
+def test_an_arm_takes_the_path_that_it_is_named_for() -> None:
     """A copy of several GiB would take the faster path, and the arm of the other one would prove nothing."""
     assert resolve().prefer_slices == "auto"
     found = arm_request(resolve(), Arm("arena, path 1", {"expert_cache": 4}, ("page_lock_path = 1",)), Script())

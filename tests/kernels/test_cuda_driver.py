@@ -14,6 +14,7 @@ from cuda.bindings import nvrtc as real_nvrtc
 from strata.errors import ConfigError, EngineError
 from strata.kernels.cuda.cuda_device import check_card, open_device
 from strata.kernels.cuda.driver import Card, CudaError, ask, find_card, open_context, read_cards
+from strata.kernels.cuda.early_start import EarlyStart
 from tests.kernels import fake_cuda
 from tests.kernels.fake_cuda import CUresult, FakeCard, FakeCuda
 
@@ -155,3 +156,40 @@ def test_a_device_opens_and_closes_whole(fake: FakeCuda) -> None:
     device.close()
     assert fake.live["stream"] == 0
     assert fake.cards[0].contexts == 0
+
+
+def test_a_context_is_opened_early_and_stays_for_whoever_opens_the_card(fake: FakeCuda) -> None:
+    with EarlyStart(0):
+        context = open_context(0)
+    assert fake.cards[0].contexts == 1
+    assert fake.calls.count("cuDevicePrimaryCtxRetain") == 2
+    context.close()
+    assert fake.cards[0].contexts == 0
+
+
+def test_a_card_that_nobody_opens_after_all_is_let_go(fake: FakeCuda) -> None:
+    with pytest.raises(KeyboardInterrupt), EarlyStart(0):
+        raise KeyboardInterrupt
+    assert fake.cards[0].contexts == 0
+    assert fake.calls.count("cuDevicePrimaryCtxRetain") == 1
+
+
+@pytest.mark.parametrize("missing", ["card", "driver", "package", "context", "nothing asked"])
+def test_what_an_early_start_lacks_is_told_by_whoever_opens_the_card(
+    missing: str, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if missing == "card":
+        fake.cards = []
+    elif missing == "driver":
+        fake.has_driver = False
+    elif missing == "package":
+        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    elif missing == "context":
+        refused = (CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
+        monkeypatch.setattr(sys.modules["cuda.bindings.driver"], "cuDevicePrimaryCtxRetain", lambda dev: refused)
+    with EarlyStart(None if missing == "nothing asked" else 0):
+        pass
+    assert "cuDevicePrimaryCtxRelease" not in fake.calls
+    assert capfd.readouterr() == ("", "")
+    if missing == "nothing asked":
+        assert not fake.calls

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +14,8 @@ from hypothesis import strategies as st
 
 from strata.errors import EngineError
 from strata.kernels.backend import DeviceInfo, PinRefused
-from strata.kernels.host import HostBackend, HostBuffer, HostFaults, HostRegistration
-from strata.memory import lock_trial, page_lock
+from strata.kernels.host import HostBackend, HostFaults
+from strata.memory import page_lock
 from strata.memory.page_lock import cut_slices, take_memory
 from strata.memory.requests import PinRequest
 
@@ -56,63 +55,63 @@ def test_slices_can_be_preferred_to_the_one_allocation_and_the_log_says_so() -> 
 
 
 class FakeCard(HostBackend):
-    """RAM that says it is a card, whose one allocation takes a while."""
+    """RAM that says it is a card."""
 
     charges = False
-    slowness = 0.0
 
     def info(self) -> DeviceInfo:
         return replace(super().info(), kind="cuda", pins_charge_device=self.charges)
 
-    def allocate_pinned(self, nbytes: int, *, mapped: bool = True) -> tuple[HostBuffer, HostRegistration]:
-        time.sleep(self.slowness)
-        return super().allocate_pinned(nbytes, mapped=mapped)
-
 
 @pytest.fixture
-def _small_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def _ten_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_lock, "LEAST_COPY", 10 * PAGE)
-    monkeypatch.setattr(lock_trial, "TRIAL_BYTES", 4 * PAGE)
+    monkeypatch.setattr(page_lock, "PROBE_BYTES", PAGE)
 
 
-@pytest.mark.usefixtures("_small_trial")
+@pytest.mark.usefixtures("_ten_are_many")
 @pytest.mark.parametrize(
-    ("slowness", "places", "prefer", "charges", "path"),
+    ("places", "prefer", "charges", "huge", "path"),
     [
-        (0.2, 10, None, False, 2),  # tried, and slices are faster
-        (0.0, 10, None, False, 1),
-        (0.2, 9, None, False, 1),  # too small to try
-        (0.2, 10, False, False, 1),  # the user has said
-        (0.0, 10, True, False, 2),
-        (0.2, 10, None, True, 1),  # a driver that charges page-locked bytes
+        (10, None, False, True, 2),
+        (9, None, False, True, 1),  # too small to matter
+        (10, False, False, True, 1),  # the user has said
+        (9, True, False, True, 2),
+        (10, None, True, True, 1),  # a driver that charges page-locked bytes
+        (10, None, False, False, 1),  # a system without huge pages
     ],
 )
-def test_a_large_copy_takes_the_faster_way_by_a_trial(
-    slowness: float, places: int, prefer: bool | None, charges: bool, path: int, monkeypatch: pytest.MonkeyPatch
+def test_a_large_copy_on_a_card_takes_the_faster_way(
+    places: int, prefer: bool | None, charges: bool, huge: bool, path: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not slowness:  # however long a thread waits for a processor
-        monkeypatch.setattr(lock_trial, "_CLEARLY", 1e9)
+    monkeypatch.setattr(page_lock.system, "HAS_HUGE_PAGES", huge)
     backend = FakeCard(CAP)
-    backend.slowness, backend.charges = slowness, charges
+    backend.charges = charges
     memory = take_memory(backend, places, PAGE, PinRequest(prefer_slices=prefer), slice_bytes=4 * PAGE)
     assert memory.path == path
-    assert (" GiB/s in a trial)" in memory.report) == (path == 2 and prefer is None)
+    assert ("path 1 not tried (slices are faster)" in memory.report) == (path == 2 and prefer is None)
     assert backend.statistics().pinned_bytes == places * PAGE
     memory.close()
     assert backend.statistics().pinned_bytes == 0
     backend.close()
 
 
-@pytest.mark.usefixtures("_small_trial")
+def test_without_a_card_the_documented_order_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_lock, "LEAST_COPY", 10 * PAGE)
+    memory = take_memory(HostBackend(CAP), 10, PAGE, PinRequest(prefer_slices=None), slice_bytes=4 * PAGE)
+    assert memory.path == 1
+    memory.close()
+
+
+@pytest.mark.usefixtures("_ten_are_many")
 @pytest.mark.parametrize("refuse_one", [False, True])
-def test_a_trial_whose_registration_is_refused_is_the_last_one(refuse_one: bool) -> None:
+def test_a_driver_that_registers_nothing_is_asked_once(refuse_one: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Path 1 is tried as before; without it nothing is page-locked, since a second registration has broken devices."""
-    backend = FakeCard(CAP, HostFaults(refuse_at_slice=0, poison_after_refusal=True))
-    backend.slowness = 0.2
-    if refuse_one:
-        backend.faults = replace(backend.faults, refuse_after_bytes=8 * PAGE)
+    caplog.set_level(logging.INFO)
+    backend = FakeCard(CAP, HostFaults(refuse_at_slice=0, poison_after_refusal=True, refuse_one_allocation=refuse_one))
     memory = take_memory(backend, 10, PAGE, PinRequest(prefer_slices=None), slice_bytes=4 * PAGE)
     assert memory.path == (3 if refuse_one else 1)
+    assert caplog.text.count("page-locking path 2 refused: ") == 1
     backend.allocate(PAGE).free()
     memory.close()
     backend.close()

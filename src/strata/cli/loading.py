@@ -46,7 +46,10 @@ def load_engine(requested: Requested) -> Engine:
     from strata.engine.locate import locate
 
     locate(requested.model)
-    from strata.engine.engine import Engine
+    from strata.engine.early_card import open_card_early
 
-    with interrupts.none_lost(), phase_bars() as on_progress:
-        return Engine.load(requested=requested, on_progress=on_progress)
+    with open_card_early(requested):
+        from strata.engine.engine import Engine
+
+        with interrupts.none_lost(), phase_bars() as on_progress:
+            return Engine.load(requested=requested, on_progress=on_progress)

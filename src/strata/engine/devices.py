@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from strata.config import Requested
+from strata.engine.early_card import card_index
 from strata.errors import ConfigError, MemoryPlanError
 from strata.kernels.backend import DeviceMemoryFull
 from strata.memory.planner import GIB, MIB, ResolvedPlan, format_bytes
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RoundDevice",
-    "card_index",
     "card_room",
     "choose_card",
     "give_back_tensors",
@@ -50,11 +50,6 @@ class RoundDevice(Protocol):
     def backend(self) -> Backend: ...
 
     def close(self) -> None: ...
-
-
-def card_index(requested: Requested) -> int:
-    """The i of ``--device cuda:i``; 0 where none is named."""
-    return int(requested.device.partition(":")[2] or 0)
 
 
 def choose_card(requested: Requested, machine: Machine) -> Card | None:

@@ -10,7 +10,8 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from strata.engine.devices import card_index, choose_card
+from strata.engine.devices import choose_card
+from strata.engine.early_card import card_index
 from strata.engine.effects import plan_effects
 from strata.engine.forecast import Forecast, forecast, unmeasured
 from strata.engine.plan_subject import PlanSubject, find_subject

@@ -155,21 +155,28 @@ def main() -> None:
 
 def _run() -> None:
     words: Mapping[str, object] = json.loads(sys.argv[1])
-    collector.pause()  # as the program's own start
-    before = time.perf_counter()
-    import torch  # noqa: F401 - first, to be timed apart from all else
-
-    torch_seconds = time.perf_counter() - before
+    collector.pause()  # as the program's own start, here and below
     from strata.config_sources import resolve_here
+    from strata.engine.early_card import open_card_early
+
+    flags = words["flags"]
+    assert isinstance(flags, dict)
+    requested = resolve_here(command_line=flags)
+    with open_card_early(requested):
+        before = time.perf_counter()
+        import torch  # noqa: F401 - first of what is heavy, to be timed apart
+
+        _get_ready(words, requested, time.perf_counter() - before)
+
+
+def _get_ready(words: Mapping[str, object], requested: Requested, torch_seconds: float) -> None:
+    """Ends with the line that the parent reads."""
     from strata.engine.runtime import Runtime
     from strata.engine.session import Session
 
     collector.resume()
     began = float(str(words["began"]))
     imports = time.time() - began
-    flags = words["flags"]
-    assert isinstance(flags, dict)
-    requested = resolve_here(command_line=flags)
     with _open(words, requested) as model:
         runtime = Runtime.open(model, requested)
         session = Session(runtime)

@@ -12,17 +12,16 @@ import errno
 import mmap
 import os
 import resource
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from strata.kernels.cpu.library import declare
 from strata.memory.limits import Advice, LockRefused, MemoryLimit
 
 __all__ = [
+    "HAS_HUGE_PAGES",
     "PAGE_BYTES",
     "Advice",
     "FileMap",
@@ -51,6 +50,7 @@ __all__ = [
 ]
 
 PAGE_BYTES = mmap.PAGESIZE
+HAS_HUGE_PAGES = True  # memory is made of them where ``map_region`` is asked for it
 MLOCK_ONFAULT = 1
 UNLIMITED = 1 << 60  # cgroup v1 writes its "no limit" as a page-rounded 2^63
 
@@ -59,8 +59,9 @@ _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 
-_ADVICE: dict[Advice, int] = {"huge": 14, "will_need": 3}
+_ADVICE: dict[Advice, int] = {"huge": 14, "will_need": 3, "populate": 23}
 
 
 class Region:
@@ -123,12 +124,8 @@ def advise(address: int, nbytes: int, advice: Advice) -> bool:
 
 def touch_pages(address: int, nbytes: int) -> None:
     """Makes the pages exist, as zeros, without the interpreter's lock. Only for memory that nobody has written."""
-    _native_touch()(address, nbytes, PAGE_BYTES)
-
-
-@cache
-def _native_touch() -> Callable[[int, int, int], object]:
-    return declare("strata_touch_pages", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, returns=None)
+    if not advise(address, nbytes, "populate"):  # since Linux 5.14
+        _libc.memset(address, 0, nbytes)
 
 
 def make_writable(address: int, nbytes: int) -> None:

@@ -76,7 +76,7 @@ class PinRequest:
     by_need: bool = False  # only ranges that are not expected in VRAM
     partial: bool = False  # only the hottest prefix of a RAM budget
     refuse_one_allocation: bool = False  # take path 1 as refused
-    prefer_slices: bool | None = False  # path 2 before path 1; None: where a trial says that it is faster
+    prefer_slices: bool | None = False  # path 2 before path 1; None: for a large copy on a card
     huge_pages: bool = True  # path 2 asks for huge pages before it touches them
     touch_threads: int | None = None  # threads that touch path 2's pages before they are registered; None: by size
 

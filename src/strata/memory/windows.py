@@ -15,6 +15,7 @@ from strata.errors import EngineError
 from strata.memory.limits import Advice, LockRefused, MemoryLimit
 
 __all__ = [
+    "HAS_HUGE_PAGES",
     "PAGE_BYTES",
     "Advice",
     "FileMap",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 PAGE_BYTES = 4096
+HAS_HUGE_PAGES = False
 ERROR_NOT_FOUND = 1168
 _NOT_ENOUGH = (8, 14, 1455)  # not enough memory, out of memory, the paging file is too small
 _PATH = Path(__file__).resolve().parents[1] / "_native" / "strata_windows.dll"

@@ -66,7 +66,7 @@ def start() -> tuple[Any, tuple[int, int]]:
 
     Raises ``ConfigError``: no package, no driver, a driver that is too old, or CUDA's own reason to serve nothing.
     """
-    driver = _bindings("driver")
+    driver = bindings("driver")
     try:
         number = ask(driver.cuDriverGetVersion(), "asking the driver's version")
     except RuntimeError as error:  # the bindings' own, where the driver's library cannot be loaded
@@ -89,7 +89,7 @@ def start() -> tuple[Any, tuple[int, int]]:
 
 def load_nvrtc() -> Any:
     """The bindings of the run-time compiler, whose library is there. Raises ``ConfigError``."""
-    nvrtc = _bindings("nvrtc")
+    nvrtc = bindings("nvrtc")
     try:
         status = nvrtc.nvrtcVersion()[0]
     except RuntimeError as error:
@@ -158,7 +158,7 @@ def open_context(index: int) -> CudaContext:
     return CudaContext(driver, card)
 
 
-def _bindings(name: str) -> Any:
+def bindings(name: str) -> Any:
     try:
         with interrupts.at_once():
             return import_module(f"cuda.bindings.{name}")
@@ -167,7 +167,7 @@ def _bindings(name: str) -> Any:
 
 
 def _words(status: Any) -> str:
-    failed, text = _bindings("driver").cuGetErrorString(status)
+    failed, text = bindings("driver").cuGetErrorString(status)
     return "no description" if int(failed) != 0 or not text else text.decode("utf-8", "replace")
 
 

@@ -1,0 +1,26 @@
+"""Opens the card that was asked for while torch is imported, which needs the processor and no card.
+
+Lives in ``engine`` beside ``devices``, which imports torch itself; this must not. Which card is used, and whether any
+can be, is said there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strata.kernels.cuda.early_start import EarlyStart
+
+if TYPE_CHECKING:
+    from strata.config import Requested
+
+__all__ = ["card_index", "open_card_early"]
+
+
+def card_index(requested: Requested) -> int:
+    """The i of ``--device cuda:i``; 0 where none is named."""
+    return int(requested.device.partition(":")[2] or 0)
+
+
+def open_card_early(requested: Requested) -> EarlyStart:
+    """A block for the imports and the load."""
+    return EarlyStart(None if requested.device == "cpu" else card_index(requested))
