@@ -18,13 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from strata import version
 from strata.errors import ConfigError
 from strata.files import atomic_write
 
-__all__ = ["Figure", "Record", "check_folder", "measured", "record_path", "written_to"]
+__all__ = ["Figure", "Record", "check_folder", "measured", "read_kept", "record_path", "written_to"]
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 ABSOLUTE_PATH = re.compile(r"(?:^|[\s\"'=:,(])(?:~|/[\w.-]+/[\w./-]|[A-Za-z]:[\\/])")
@@ -109,24 +109,39 @@ class Record:
         Raises ``ConfigError`` for a file that is no record.
         """
         table = self.as_json()
-        if path.exists():
-            try:
-                before = json.loads(path.read_text(encoding="utf-8"))
-                kept = {name: dict(one) for name, one in before["figures"].items() if name not in self.figures}
-                facts = dict(before["machine"])
-                other = {} if before["commit"] == self.commit else {"commit": before["commit"], "when": before["when"]}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(f"{path.name} is no benchmark record: {error}", "move it away") from error
-            table["machine"] = facts | dict(self.machine)
-            table["figures"] = {name: other | one for name, one in kept.items()} | dict(
-                cast("dict[str, object]", table["figures"])
-            )
+        before = read_kept(path)
+        if before is not None:
+            other = {} if before.commit == self.commit else {"commit": before.commit, "when": before.when}
+            kept = {name: other | dict(one) for name, one in before.figures.items() if name not in self.figures}
+            table["machine"] = dict(before.machine) | dict(self.machine)
+            table["figures"] = kept | dict(cast("dict[str, object]", table["figures"]))
             refuse_private(table)
         _write(table, path)
 
     def write(self, path: Path) -> None:
         """Writes the record whole or not at all; creates the machine's folder."""
         _write(self.as_json(), path)
+
+
+class KeptRecord(NamedTuple):
+    """What a record's file holds that another is merged into; ``figures`` and ``machine`` as plain data."""
+
+    commit: str
+    when: str
+    machine: Mapping[str, object]
+    figures: Mapping[str, Mapping[str, object]]
+
+
+def read_kept(path: Path) -> KeptRecord | None:
+    """None where there is no such file. Raises ``ConfigError`` for one that is no record."""
+    if not path.exists():
+        return None
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        figures = {name: dict(one) for name, one in table["figures"].items()}
+        return KeptRecord(table["commit"], table["when"], dict(table["machine"]), figures)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path.name} is no benchmark record: {error}", "move it away") from error
 
 
 def _write(table: Mapping[str, object], path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from strata.cli.app import main
-from strata.engine import synthetic_bench
+from strata.engine import ready_probe, synthetic_bench
 from strata.engine.ceilings import Ceilings, median_ceilings
 from strata.engine.kept_runs import KeptRuns
 from strata.engine.memory_use import MemoryUse
@@ -86,6 +86,31 @@ def test_a_file_in_the_way_is_said_before_anything_is_measured(
     assert len(lines) == 2
     assert str(tmp_path / "file") in lines[0]
     assert "cannot be written" in lines[0]
+
+
+@pytest.mark.parametrize("what", ["decode", "ready"])
+def test_a_damaged_record_is_said_before_anything_is_measured(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "this-pc" / "tiny-hyper-2layers-cpugib.json"
+    kept.parent.mkdir()
+    kept.write_text('{"figures": [1]}')
+    monkeypatch.setattr(synthetic_bench, "open_learned", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(ready_probe, "probe_ready", lambda *_: pytest.fail("measured"))
+    words = DECODE if what == "decode" else ["bench", "ready", *COMPUTED[:4], *MODEL]
+    assert main([*words, "--out", str(tmp_path)]) == 2
+    assert "tiny-hyper-2layers-cpugib.json is no benchmark record" in capsys.readouterr().err
+    assert kept.read_text() == '{"figures": [1]}'
+
+
+def test_a_drives_rate_is_the_faster_of_before_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = iter([2e9, 3e9])
+    monkeypatch.setattr(ready_probe, "measure_drive", lambda files: next(rates))
+    assert main(["bench", "pack", *COMPUTED[:4], "--to", str(tmp_path / "pack"), *MODEL]) == 0
+    assert main(["bench", "ready", str(tmp_path / "pack"), "--runs", "1", *MODEL]) == 0
+    assert "the drive gives 3.00 GB/s" in capsys.readouterr().out
 
 
 def test_an_arm_without_room_is_refused_before_the_others_are_measured(

@@ -344,6 +344,11 @@ def test_what_makes_no_sense_is_refused_in_one_line(
         options(monkeypatch, tmp_path, option)
 
 
+def test_a_measure_of_nothing_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="means nothing with --aside 0"):
+        options(monkeypatch, tmp_path, "--aside=0", "--measure-every=2")
+
+
 def test_a_run_without_a_step_ends_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Reinforcer(options(monkeypatch, folder, "--wall=0"), Judge(0))
     with pytest.raises(SystemExit, match="no step was taken"):

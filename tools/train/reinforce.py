@@ -297,7 +297,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=0.2, help="how far from one a token's ratio counts")
     parser.add_argument("--policy", type=float, default=2.0, help="factor of the policy's loss beside ordinary rows'")
     parser.add_argument("--aside", type=int, default=512, help="functions that only measure")
-    parser.add_argument("--measure-every", type=int, default=4, help="rounds between two of those measures")
+    parser.add_argument("--measure-every", type=int, help="rounds between two of those measures (default: 4)")
     parser.add_argument("--judges", type=int, default=JUDGES, help="processes that judge (0: none)")
     parser.add_argument("--rate", type=float, default=0.1, help="factor of both learning rates")
     parser.add_argument("--decay", type=float, default=0.6, help="share of the time in which the rate falls")
@@ -316,6 +316,9 @@ def arguments() -> argparse.Namespace:
     # What train.py can do and this part does not.
     parser.set_defaults(tiny=False, turn=1.0, answers=None, wide=False, compiled=False, guard=False, total_seconds=0.0)
     args = parser.parse_args()
+    if args.aside == 0 and args.measure_every is not None:
+        sys.exit("--measure-every means nothing with --aside 0: leave it out")
+    args.measure_every = 4 if args.measure_every is None else args.measure_every
     _check(args)
     return args
 

@@ -69,6 +69,10 @@ def command(
         raise ConfigError("--self-test has its own arms", "leave --arm out")
     quiet_unless_asked(requested)
     with Proof.open(requested, lengths, tokens) as proof:
+        total = proof.count_self_tests() if self_test else len(proof.chosen(arm or []))
+        if not total:
+            names = ", ".join(f"'{name}'" for name in proof.arm_names)
+            raise ConfigError(f"no arm is called {' or '.join(arm or [])}", f"arms: {names}")
         if proof.overruled:
             logger.warning("every arm sets these by itself, they are not taken: %s", ", ".join(proof.overruled))
         if not as_json:
@@ -78,16 +82,12 @@ def command(
                 print(f"not planted on a card, --device cpu has them: {', '.join(proof.not_planted)}")
             print(HEADER)
         results: list[ArmResult] = []
-        total = proof.count_self_tests() if self_test else len(proof.chosen(arm or []))
         for result in proof.self_tests() if self_test else proof.arms(arm or []):
             results.append(result)
             print(
                 json.dumps(as_row(result)) if as_json else f"{f'{len(results)} of {total}':8} {format_row(result)}",
                 flush=True,
             )
-        if not results:
-            names = ", ".join(f"'{name}'" for name in proof.arm_names)
-            raise ConfigError(f"no arm is called {' or '.join(arm or [])}", f"arms: {names}")
     good = all(result.good for result in results)
     if as_json:
         print(json.dumps({"good": good, "rows": len(results)}))
