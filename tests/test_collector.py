@@ -21,6 +21,7 @@ def _as_before() -> Iterator[None]:
 
 def test_nothing_is_collected_until_it_goes_on_and_what_is_there_is_never_looked_at() -> None:
     collector.pause()
+    collector.pause()
     assert not gc.isenabled()
     collector.resume()
     assert gc.isenabled()

@@ -15,10 +15,11 @@ _paused = False
 
 
 def pause() -> None:
-    """Nothing is collected until ``resume``; nothing happens where the collector is off already."""
+    """Nothing is collected until ``resume``; nothing happens where the collector is off already. A command that imports
+    nothing heavy ends without one."""
     global _paused
-    _paused = gc.isenabled()
-    if _paused:
+    if gc.isenabled():
+        _paused = True
         gc.disable()
 
 

@@ -232,7 +232,7 @@ class Requested:
         or_word(parse_switch, AUTO),
         "memory",
         "Page-locks slice by slice (path 2) without trying the one allocation (1), or tries that first (0); auto: "
-        "slices first for 4 GiB and more on a card, where the system has huge pages.",
+        "slices first for 4 GiB and more on a card, on Linux.",
         metavar="auto|0|1",
         variable_only=True,
     )

@@ -21,7 +21,7 @@ TYPE_CHECKING = False  # that of ``typing`` takes longer to import than all else
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["STATUS", "at_once", "begin", "end", "end_at_once", "in_order", "none_lost"]
+__all__ = ["STATUS", "at_once", "begin", "end", "end_at_once", "in_order", "none_lost", "tell"]
 
 STATUS = 130
 
@@ -50,11 +50,17 @@ def end() -> None:
 def end_at_once(number: int, frame: FrameType | None) -> None:
     """One line, and the process is gone: no Python code runs that could swallow this, no destructor is waited for."""
     try:
+        tell()
+    finally:
+        os._exit(STATUS)
+
+
+def tell() -> None:
+    """The line that an interrupted command ends with; on a terminal behind the ``^C`` that it shows."""
+    try:  # noqa: SIM105 - contextlib would be one import more before ``begin``
         os.write(2, b"\nstrata: interrupted\n" if os.isatty(2) else b"strata: interrupted\n")
     except OSError:
         pass  # the status alone has to tell
-    finally:
-        os._exit(STATUS)
 
 
 class at_once:  # noqa: N801 - used as a block; contextlib would be one import more before ``begin``

@@ -252,7 +252,7 @@ def test_ctrl_c_ends_with_130_at_once() -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=10) == 130
         assert time.monotonic() - pressed < 2
-        assert process.stderr.read().strip() == ""
+        assert process.stderr.read() == "strata: interrupted\n"
 
 
 def test_a_closed_pipe_is_no_error() -> None:

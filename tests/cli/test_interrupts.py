@@ -73,16 +73,18 @@ CASES += [(SCRIPT, RUN, 0.2), (SCRIPT, RUN, 0.7), (MODULE, SERVE, 0.4), (MODULE,
 def test_ctrl_c_at_any_place_of_the_start(
     length: int, way: tuple[str, ...], words: tuple[str, ...], share: float
 ) -> None:
-    check_interrupted(way, words, int(share * length))
+    check_interrupted(way, words, int(share * length), may_answer=share > 0.9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.5, 0.99])
 def test_ctrl_c_twice(length: int, share: float) -> None:
-    check_interrupted(MODULE, RUN, int(share * length), presses=2)
+    check_interrupted(MODULE, RUN, int(share * length), presses=2, may_answer=share > 0.9)
 
 
-def check_interrupted(way: tuple[str, ...], words: tuple[str, ...], place: int, presses: int = 1) -> None:
+def check_interrupted(
+    way: tuple[str, ...], words: tuple[str, ...], place: int, presses: int = 1, may_answer: bool = False
+) -> None:
     with starting(*way, *words) as process:
         for number, _ in enumerate(imports_of(process)):
             if number >= place:
@@ -95,7 +97,7 @@ def check_interrupted(way: tuple[str, ...], words: tuple[str, ...], place: int, 
         status = process.wait(timeout=10)
         took = time.monotonic() - pressed
     assert status == 130, lines
-    assert lines in (["strata: interrupted"], []), "a line of its own, or the empty one of an interrupted load"
+    assert lines == ["strata: interrupted"] or (may_answer and not lines), "an answer that is interrupted just ends"
     assert took < 2
 
 

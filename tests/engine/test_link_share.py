@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from strata.config_sources import resolve_here
@@ -24,7 +25,8 @@ CARD = cast(Any, SimpleNamespace(machine=None, backend=None))
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_a_share_that_the_user_gives_is_taken_unmeasured(share: float) -> None:
-    assert choose_link_share(asked(share), CARD, never, lambda _: never()) == share
+    """As a card holds it."""
+    assert choose_link_share(asked(share), CARD, never, lambda _: never()) == float(np.float32(share))
 
 
 def test_without_a_card_nothing_goes_over_a_link() -> None:

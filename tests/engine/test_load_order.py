@@ -5,18 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from strata.config_sources import resolve_here
 from strata.engine import load_memory
-from strata.engine.models import OpenModel
+from strata.engine import runtime as runtime_module
+from strata.engine.models import OpenModel, open_model
 from strata.engine.runtime import Runtime
 from strata.engine.synthetic_model import open_synthetic
 from strata.errors import CheckpointError
 from strata.kernels.host import HostBackend, HostRegistration
 from strata.memory import page_lock
+from strata.memory.read_ahead import ReadAhead
 from strata.stages import Stage, format_stages
 from tests.engine.emulated_device import EmulatedDevice
 
@@ -104,6 +107,36 @@ def test_dense_weights_are_read_while_ram_is_touched_and_before_it_is_locked(
     assert found["dense weights"].end <= found["page-locking"].begin
     assert runtime.statistics().experts.experts_pinned == 2 * 64
     runtime.close()
+
+
+def test_dense_weights_are_read_ahead_until_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = open_model("small")
+    told: list[Any] = []
+
+    class Recorder(ReadAhead):
+        def __init__(self, path: Path | None) -> None:
+            told.append(path)
+            super().__init__(None)
+
+        def reached(self, nbytes: int) -> None:
+            told.append(nbytes)
+
+        def close(self) -> None:
+            told.append("closed")
+
+    monkeypatch.setattr(runtime_module, "ReadAhead", Recorder)
+    shown: list[str] = []
+    runtime = Runtime.open(model, requested(device="cpu"), on_progress=lambda phase, done, total: shown.append(phase))
+    assert told[0] == model.reader.dense_file
+    assert told[-2:] == [model.reader.dense_bytes, "closed"]
+    assert told[1:-1] == sorted(told[1:-1])
+    assert {"dense weights", "experts"} <= set(shown)
+    runtime.close()
+    assert told[-1] == "closed"
+    del told[:]
+    Runtime.open(model, requested(device="cpu")).close()
+    assert told[0] is None, "they are in memory"
+    model.close()
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,8 @@ class FakeCuda:
         return CUresult.CUDA_SUCCESS, len(self.cards)
 
     def cuDeviceGet(self, ordinal: int) -> Result:
+        if ordinal >= len(self.cards):
+            return CUresult.CUDA_ERROR_INVALID_DEVICE, None
         return CUresult.CUDA_SUCCESS, ordinal
 
     def cuDeviceGetName(self, length: int, dev: int) -> Result:

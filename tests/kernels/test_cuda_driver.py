@@ -174,7 +174,11 @@ def test_a_card_that_nobody_opens_after_all_is_let_go(fake: FakeCuda) -> None:
     assert fake.calls.count("cuDevicePrimaryCtxRetain") == 1
 
 
-@pytest.mark.parametrize("missing", ["card", "driver", "package", "context", "nothing asked"])
+def refuse_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("missing", ["card", "driver", "package", "context", "thread", "nothing asked"])
 def test_what_an_early_start_lacks_is_told_by_whoever_opens_the_card(
     missing: str, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +191,8 @@ def test_what_an_early_start_lacks_is_told_by_whoever_opens_the_card(
     elif missing == "context":
         refused = (CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
         monkeypatch.setattr(sys.modules["cuda.bindings.driver"], "cuDevicePrimaryCtxRetain", lambda dev: refused)
+    elif missing == "thread":
+        monkeypatch.setattr(threading.Thread, "start", refuse_thread)
     with EarlyStart(None if missing == "nothing asked" else 0):
         pass
     assert "cuDevicePrimaryCtxRelease" not in fake.calls

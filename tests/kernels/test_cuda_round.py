@@ -208,7 +208,7 @@ def test_the_share_of_the_link_is_the_policys(balance: bool) -> None:
         for layer in range(LAYERS):
             picked = {letters[layer][e] + str(e) for e in ids[layer].flatten().tolist()}
             pinned, cpu = sum(p[0] == "p" for p in picked), sum(p[0] == "c" for p in picked)
-            taken = split_pinned(pinned, cpu, np.float32(0.4), balance=balance)
+            taken = split_pinned(pinned, cpu, float(np.float32(0.4)), balance=balance)
             aliases += taken
             others += pinned - taken + cpu
         assert (made.mailbox.box.aliases, made.mailbox.box.others) == (aliases, others)

@@ -117,6 +117,17 @@ def test_a_driver_that_registers_nothing_is_asked_once(refuse_one: bool, caplog:
     backend.close()
 
 
+@pytest.mark.usefixtures("_ten_are_many")
+def test_a_copy_of_which_nothing_is_locked_says_that_path_1_was_not_tried() -> None:
+    """A driver that registers a page and refuses a slice."""
+    backend = FakeCard(CAP, HostFaults(refuse_after_bytes=2 * PAGE))
+    memory = take_memory(backend, 10, PAGE, PinRequest(prefer_slices=None), slice_bytes=4 * PAGE)
+    assert memory.path == 3
+    assert "path 1 not tried (slices are faster)" in memory.report
+    memory.close()
+    backend.close()
+
+
 @pytest.mark.parametrize("poison", [False, True])
 def test_registration_stops_at_the_first_refusal_and_the_device_lives_on(poison: bool) -> None:
     faults = HostFaults(refuse_one_allocation=True, refuse_at_slice=2, poison_after_refusal=poison)

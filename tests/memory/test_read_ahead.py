@@ -86,6 +86,16 @@ def test_nothing_to_read_is_nobodys_error(exists: bool, tmp_path: Path) -> None:
         ahead.close()
 
 
+def test_a_thread_that_cannot_be_had_is_nobodys_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ahead = ReadAhead(file)
+    ahead.reached(1)
+    ahead.close()
+
+
 def test_the_systems_own_call(file: Path) -> None:
     with file.open("rb") as opened:
         assert system.read_ahead(opened.fileno(), 0, PIECE_BYTES)

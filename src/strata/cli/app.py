@@ -65,6 +65,10 @@ class PipeClosed(Exception):  # noqa: N818 - what happened, not a fault
     """Nobody reads standard output any more. Typer would end the process itself on the system's own error."""
 
 
+class Interrupted(Exception):  # noqa: N818 - as above
+    """Ctrl-C ended a command. Typer would make an exit status of ``KeyboardInterrupt`` itself, and say nothing."""
+
+
 def typed_command(words: Sequence[str]) -> str | None:
     """The command's name: the first word, since no option before it takes a value. None for ``strata --help``."""
     return next((word for word in words if not word.startswith("-")), None)
@@ -94,6 +98,8 @@ def adapt(function: Callable[..., Any]) -> Callable[..., Any]:
             sys.stdout.flush()
         except BrokenPipeError:
             raise PipeClosed from None
+        except KeyboardInterrupt:
+            raise Interrupted from None
         raise typer.Exit(int(status or 0))
 
     signature = inspect.Signature([one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in [*own, *flags]])
@@ -189,8 +195,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except StrataError as error:
         print_error(error.message, error.hint)
         return error.exit_status
-    except (KeyboardInterrupt, typer.Abort):
-        print(file=sys.stderr)
+    except (Interrupted, KeyboardInterrupt, typer.Abort):
+        interrupts.tell()
         return interrupts.STATUS
     except (BrokenPipeError, PipeClosed):
         drop_output()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from strata.kernels.cuda.early_start import EarlyStart
+from strata.memory.system import system
 
 if TYPE_CHECKING:
     from strata.config import Requested
@@ -22,5 +23,7 @@ def card_index(requested: Requested) -> int:
 
 
 def open_card_early(requested: Requested) -> EarlyStart:
-    """A block for the imports and the load."""
-    return EarlyStart(None if requested.device == "cpu" else card_index(requested))
+    """A block for the imports and the load. Nothing is opened where the process may map only so much: the imports come
+    close to such a limit by themselves, and a driver maps far more."""
+    is_wanted = requested.device != "cpu" and system.address_space_limit() is None
+    return EarlyStart(card_index(requested) if is_wanted else None)

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from strata.memory.bandwidth import measure_memory_read
 
 if TYPE_CHECKING:
@@ -29,7 +31,17 @@ def choose_link_share(
     read_link: Callable[[RoundDevice], float | None] | None = None,
 ) -> float:
     """``--pcie-frac``; for ``auto`` the share with which link and CPU, each at the rate measured for it alone, end
-    together. 0 without a card, and where there is no room to measure: the CPU computes every miss then."""
+    together. 0 without a card, and where there is no room to measure: the CPU computes every miss then. In FP32, as a
+    card has it, so that both split alike."""
+    return float(np.float32(_choose(requested, device, read_ram, read_link)))
+
+
+def _choose(
+    requested: Requested,
+    device: RoundDevice | None,
+    read_ram: Callable[[], float],
+    read_link: Callable[[RoundDevice], float | None] | None,
+) -> float:
     if not isinstance(requested.pcie_frac, str):
         return requested.pcie_frac
     if device is None:

@@ -172,10 +172,10 @@ class Runtime:
         caller's to close."""
         stages = Stages()
         with ExitStack() as owned:
-            ahead = ReadAhead(opened.unread_file)  # the drive works while a card is opened and memory is taken
-            owned.callback(ahead.close)
             with stages.of("probe"):
                 machine = probe(requested)
+            ahead = ReadAhead(opened.unread_file)  # the drive works while a card is opened and memory is taken
+            owned.callback(ahead.close)
             with stages.of("card"):
                 if device is None and (card := choose_card(requested, machine)) is not None:
                     opened_card = open_device(requested, card)

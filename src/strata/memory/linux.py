@@ -28,6 +28,7 @@ __all__ = [
     "LockRefused",
     "MemoryLimit",
     "Region",
+    "address_space_limit",
     "advise",
     "cpu_quota",
     "direct_read_flag",
@@ -183,6 +184,7 @@ def locked_limit() -> int | None:
 
 
 def address_space_limit() -> int | None:
+    """Bytes that this process may map; None when there is no limit."""
     soft = resource.getrlimit(resource.RLIMIT_AS)[0]
     return None if soft == resource.RLIM_INFINITY else soft
 

@@ -28,11 +28,11 @@ __all__ = ["SYSTEM_LOCKS", "SystemLocks", "cut_slices", "take_memory"]
 logger = logging.getLogger(__name__)
 GIB = 1 << 30
 MOST_TOUCH_THREADS = 16  # the most that page-locking touched huge pages was measured with
-# Of the processors, so that the dense weights beside have some: with 12 of 16 a load of 50 GiB was 0.5 to 1.1 s shorter
-# than with 16 (h200).
+# Of the processors, so that the dense weights beside have some: with 12 of 16 a load of 50 GiB took 5.7 to 6.0 s, with
+# 16 6.5 to 6.8 (h200).
 TOUCH_SHARE = 0.75
 TOUCH_IN_PARALLEL = 64 << 20
-LEAST_COPY = 4 * GIB  # below it the slower way takes two seconds at most
+LEAST_COPY = 4 * GIB  # below it the slower way takes a few seconds at most
 PROBE_BYTES = 2 << 20  # a huge page
 SLOWER = "slices are faster"
 NOT_LOCKED = "not locked in RAM"  # the system may swap it out, so it is always said
@@ -213,7 +213,7 @@ class _Locking:
         if path == 2:
             said = f"{len(granted):,} of {self.num_cuts:,} slices, {num_pinned:,} of {memory.num_places:,} experts"
             said += f", the rest {rest}" if rest else ""
-        if self.skipped and path == 2:
+        if self.skipped:
             said += f", path 1 not tried ({self.skipped})"
         ended = time.perf_counter()
         report = _report(path, num_pinned * memory.stride, memory.nbytes, ended - memory.began, said)

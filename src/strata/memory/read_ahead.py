@@ -7,6 +7,7 @@ none, or the file is gone, whoever reads it afterwards reads it as always. It mu
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from strata.memory.system import system
@@ -30,7 +31,8 @@ class ReadAhead:
         self._reached, self._ended = 0, False
         self._thread = threading.Thread(target=self._run, name="strata-read-ahead", daemon=True)
         if path is not None:
-            self._thread.start()
+            with suppress(RuntimeError):  # no thread is to be had
+                self._thread.start()
 
     def close(self) -> None:
         """Nothing more is read ahead."""

@@ -22,6 +22,7 @@ __all__ = [
     "LockRefused",
     "MemoryLimit",
     "Region",
+    "address_space_limit",
     "advise",
     "cpu_quota",
     "direct_read_flag",
@@ -140,6 +141,11 @@ def make_writable(address: int, nbytes: int) -> None:
 def read_ahead(descriptor: int, offset: int, nbytes: int) -> bool:
     """Windows takes no such hint for a file that is not mapped."""
     return False
+
+
+def address_space_limit() -> int | None:
+    """A process has none here."""
+    return None
 
 
 def is_cached(descriptor: int, offset: int) -> bool:

@@ -28,10 +28,11 @@ class EarlyStart:
     def __enter__(self) -> None:
         if self._index is None:
             return
-        with suppress(StrataError):
+        with suppress(StrataError, RuntimeError):  # no package, or no thread to be had
             bindings("driver")  # by this thread, so that no two threads wait for each other's imports
-            self._thread = threading.Thread(target=self._open, args=(self._index,), name="strata-card", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._open, args=(self._index,), name="strata-card", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def __exit__(self, *_: object) -> None:
         if self._thread is None:
