@@ -188,7 +188,8 @@ class Runtime:
             asked = None if isinstance(requested.threads, str) else requested.threads
             threads = pool.configure(asked, busy=0 if device is None else WAITING_THREADS)
             with stages.of("link share"):  # before memory is taken: measuring needs some
-                link_share = choose_link_share(requested, device)
+                misses = plan.num_slots < plan.shape.total_experts
+                link_share = choose_link_share(requested, device) if misses else 0.0
             with stages.of("memory"):
                 memory = take_memory(opened, requested, plan, device, owned, faults, locks)
             backend = memory.backend
