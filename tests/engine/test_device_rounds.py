@@ -30,6 +30,7 @@ PLACEMENTS = {
     "a few slots": {"expert_cache": 5, "adapt_every": 0},
     "link": {"expert_cache": 5, "adapt_every": 0, "pcie_frac": 1.0},
     "half the link": {"expert_cache": 5, "adapt_every": 0, "pcie_frac": 0.5},
+    "split experts": {"expert_cache": 5, "adapt_every": 0, "pcie_frac": 0.5, "split_experts": True},
     "a swap every round": {"expert_cache": 8, "resident_experts": True, "adapt_every": 1, "adapt_swaps": 2},
     "mapped": {"expert_cache": 5, "adapt_every": 0, "mmap_experts": True},
     "file": {"expert_cache": 5, "adapt_every": 0, "resident_budget_gib": 0.00005},
@@ -75,12 +76,14 @@ def test_every_placement_gives_the_same_bits(packs: dict[str, Path]) -> None:
                 "a few slots": counted.hits and counted.misses_pinned and not counted.alias_picks,
                 "link": counted.alias_picks == counted.misses_pinned > 0,
                 "half the link": 0 < counted.alias_picks < counted.misses_pinned,
+                "split experts": 0 < counted.split_experts < counted.misses_pinned,
                 "a swap every round": counted.swaps > 0,
                 "mapped": counted.misses_mapped > 0,
                 "file": counted.misses_file > 0,
                 "handed over by the host": counted.hits and counted.misses_pinned and counted.handed_over,
             }
             assert moved[name], (name, counted)
+            assert (counted.split_experts > 0) == (name == "split experts")
             assert (counted.handed_over > 0) == (name == "handed over by the host")
     first = found.pop("all in VRAM")
     for name, other in found.items():

@@ -28,6 +28,7 @@ COUNTERS = (
     "hits",
     *MISSES,
     "alias_picks",
+    "split_experts",
     "handed_over",
     *MOVED,
     "ring_loads",

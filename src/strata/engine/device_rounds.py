@@ -19,6 +19,7 @@ import torch
 from strata.engine.hand_over import HandedOver
 from strata.engine.mailbox_check import PROBE_LIMIT_MS, MailboxCheck, check_mailbox, probe_launches
 from strata.errors import EngineError
+from strata.kernels.cpu.conductor import PARTS
 from strata.kernels.cuda.copies import COPY_IN
 from strata.kernels.cuda.expert_step import ExpertStep, RoundMemory
 from strata.kernels.cuda.mailbox import INPUT_WORDS, Mailbox
@@ -110,13 +111,14 @@ class DeviceRounds:
         self._backend = backend
         self._owned = ExitStack()
         with ExitStack() as owned:
-            self._mailbox = Mailbox(backend, config.hidden, config.top_k, config.vocabulary, INPUT_WORDS)
+            self._mailbox = Mailbox(
+                backend, config.hidden, config.expert_intermediate, config.top_k, config.vocabulary, INPUT_WORDS
+            )
             owned.callback(self._mailbox.close)
             self._logits_WV = torch.from_numpy(self._mailbox.logits)
             self.state = DeviceState(model.new_state(max_context, kv), self._inputs, self._take_pinned)
-            names = ("box", "x", "tasks", "rows", "slots", "out", "flags")
             self.dispatch: DeviceDispatch = experts.serve_device(
-                layout, device, {name: self._mailbox.host(name) for name in names}, MAX_WINDOW,
+                layout, device, {name: self._mailbox.host(name) for name in PARTS}, MAX_WINDOW,
                 MAX_WINDOW * config.top_k,
             )  # fmt: skip
             owned.callback(self.dispatch.close)

@@ -102,7 +102,10 @@ def _sharing_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
     found = [_cpu_share_effect(plan, requested), Effect("iq_mt_min", True, iq)]
     if plan.device.kind == "cpu":
         why = f"{NO_CARD}: the CPU computes every expert where it lies"
-        return [*found, *(Effect(name, False, why) for name in ("pcie_frac", "pcie_balance", "mailbox"))]
+        return [
+            *found,
+            *(Effect(name, False, why) for name in ("pcie_frac", "pcie_balance", "split_experts", "mailbox")),
+        ]
     counted = "all misses of a layer count" if requested.pcie_balance else "a fixed share of the page-locked misses"
     fraction = requested.pcie_frac
     by_rates = "auto: the card reads the link's part of what link and RAM give together, measured while loading"
@@ -113,8 +116,15 @@ def _sharing_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
         *found,
         Effect("pcie_frac", True, reads),
         Effect("pcie_balance", True, counted),
+        Effect("split_experts", requested.split_experts, _split_words(requested)),
         Effect("mailbox", True, mailbox),
     ]
+
+
+def _split_words(requested: Requested) -> str:
+    if not requested.split_experts:
+        return "off: an expert is computed by the card or by the CPU"
+    return "in rounds of one row the card reads down of experts whose gate and up the CPU computes"
 
 
 def _cpu_share_effect(plan: ResolvedPlan, requested: Requested) -> Effect:

@@ -244,6 +244,7 @@ class Runtime:
             heat=memory.heat,
             pcie_fraction=link_share,
             pcie_balance=requested.pcie_balance,
+            split_experts=requested.split_experts,
             injection=injection,
             progress=tell,
             taken=memory.experts,

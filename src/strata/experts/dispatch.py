@@ -52,6 +52,7 @@ class DispatchCounters:
     num_alias: int = 0
     num_stale: int = 0
     num_handed_over: int = 0
+    num_split: int = 0
 
 
 class Dispatcher:

@@ -6,9 +6,10 @@
 // never more than one exchange under way, so one set of arrays serves all layers. Whoever sees `abort` stops waiting.
 #pragma once
 
-// An expert of the CPU's list and its picks [first, first + count).
+// An expert of the CPU's list and its picks [first, first + count). `joint`, not zero: its gate and up alone, whose coded
+// results the GPU multiplies by down; the picks have no other answer.
 struct StrataMailTask {
-    int expert, first, count;
+    int expert, first, count, joint;
 };
 
 struct StrataMailbox {
