@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,9 +20,12 @@ from strata.engine.runtime import Runtime
 from strata.engine.session import Session
 from strata.engine.timeline import Timeline
 from strata.errors import CheckpointError, EngineError
-from strata.kernels.cpu.conductor import Conductor
+from strata.kernels.cpu.conductor import PARTS, Conductor
+from strata.kernels.cuda.mailbox import Mailbox
+from strata.kernels.cuda.program import Address
 from strata.kernels.host import CopyTiming, HostBackend, HostBuffer, HostFaults, HostRegistration
 from strata.layers.ngram_hash import NgramHash
+from tests.emulator.machine import EmulatedMachine
 from tests.engine.conftest import VOCABULARY, load
 from tests.engine.emulated_device import EmulatedDevice, device_runtime
 from tests.models.oracle import sample_ids, worst
@@ -174,7 +180,7 @@ def test_a_mailbox_that_does_not_work_is_said_and_done_without(
     ids = prompt(3, seed=1)
     with device_runtime(packs["default"], expert_cache=5) as runtime:
         expected = transcript(runtime, ids, 3)
-        effect = runtime.mailbox_effect()
+        (effect,) = runtime.mailbox_effects()
         assert effect is not None
         assert effect.in_force
         assert "us an exchange" in effect.why
@@ -196,15 +202,85 @@ def test_a_mailbox_that_does_not_work_is_said_and_done_without(
         patch.setattr(DeviceRounds, "prepare", prepare_unheard)
         with device_runtime(packs["default"], expert_cache=5) as runtime:
             assert "does not work here (3 times no answer" in caplog.text
-            effect = runtime.mailbox_effect()
-            assert effect is not None
+            effect, split = runtime.mailbox_effects()
             assert not effect.in_force
+            assert split.option == "split_experts"
+            assert not split.in_force
             assert "no answer" in effect.why
             assert runtime.statistics().mailbox_microseconds == 0
             assert torch.equal(transcript(runtime, ids, 3), expected)
             assert runtime.statistics().experts.handed_over > 0
             with pytest.raises(EngineError, match="not timed"):
                 runtime.rounds.time_launches([1])  # type: ignore[union-attr]
+
+
+class Shadow:
+    """What a card sees of the mailbox where nothing becomes visible while launches run: a copy, brought up to date when
+    the host has waited for the card, and when the CPU has answered."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[Mailbox, np.ndarray]] = []
+        init, device = Mailbox.__init__, Mailbox.device
+        synchronize, settle = EmulatedMachine.synchronize, Conductor.settle
+
+        def make(mailbox: Mailbox, *given: Any) -> None:
+            init(mailbox, *given)
+            raw = np.zeros(mailbox.nbytes + 64, np.uint8)
+            start = -raw.ctypes.data % 64
+            self.made.append((mailbox, raw[start : start + mailbox.nbytes]))
+
+        def see(mailbox: Mailbox, name: str) -> Address:
+            if name not in PARTS:
+                return device(mailbox, name)
+            (shadow,) = [one for owner, one in self.made if owner is mailbox]
+            return Address(shadow.ctypes.data + mailbox._offsets[name])
+
+        def wait(machine: EmulatedMachine) -> None:
+            synchronize(machine)
+            for name in ("x", "tasks", "rows", "slots"):
+                self.copy(name, to_host=True)
+            self.copy("box", 128, to_host=True)
+            self.copy("box", 0, 64, to_host=True)  # `posted` last
+
+        def answer(conductor: Conductor, wait_ms: int) -> None:
+            settle(conductor, wait_ms)
+            for name in ("out", "inner", "inner_scales", "flags"):
+                self.copy(name, to_host=False)
+            self.copy("box", 64, 128, to_host=False)
+
+        patch.setattr(Mailbox, "__init__", make)
+        patch.setattr(Mailbox, "device", see)
+        patch.setattr(EmulatedMachine, "synchronize", wait)
+        patch.setattr(Conductor, "settle", answer)
+
+    def copy(self, name: str, begin: int = 0, end: int | None = None, *, to_host: bool) -> None:
+        for mailbox, shadow in self.made:
+            offsets = [*mailbox._offsets.values(), mailbox.nbytes]
+            first = mailbox._offsets[name]
+            size = offsets[offsets.index(first) + 1] - first
+            part = slice(begin, size if end is None else end)
+            host = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(mailbox.host(name)))
+            own = shadow[first : first + size]
+            target, source = (host, own) if to_host else (own, host)
+            target[part] = source[part]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_nothing_that_is_handed_over_waits_in_a_launch(
+    packs: dict[str, Path], split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prompt(3, seed=1)
+    with device_runtime(packs["default"], expert_cache=5, adapt_every=0, pcie_frac=0.5) as runtime:
+        expected = transcript(runtime, ids, 3)
+    shadow = Shadow(monkeypatch)
+    options = {"expert_cache": 5, "adapt_every": 0, "pcie_frac": 0.5, "mailbox": "off", "split_experts": split}
+    with device_runtime(packs["default"], **options) as runtime:
+        assert shadow.made
+        assert runtime.rounds is not None
+        runtime.rounds.limit_ms = 3000
+        assert torch.equal(transcript(runtime, ids, 3), expected)
+        counted = runtime.statistics().experts
+        assert counted.handed_over > 0 == counted.split_experts
 
 
 @pytest.mark.parametrize("kind", ["sleep", "die", "abort"])

@@ -11,7 +11,7 @@ import logging
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -315,7 +315,10 @@ class DeviceRounds:
         program = Program(machine.device, machine.multiprocessors, memory=self._buffers)
         state = self.state.record(program, rows)
         ops = CudaOps(program, self._inputs, cache_bytes=machine.cache_bytes)
-        step = ExpertStep(ops, self._layout, self.dispatch.tables, self._memory, self._mailbox, rows, self._top_k)
+        tables = self.dispatch.tables
+        if self._by_hand:  # its launches wait for the CPU nowhere but before the sum
+            tables = replace(tables, joint=False)
+        step = ExpertStep(ops, self._layout, tables, self._memory, self._mailbox, rows, self._top_k)
         wanted: LogitRows = "none" if answer == "none" else "all"
         logits_TV = self._model.forward(ops, [0] * rows, state, step, wanted)
         self._record_end(program, ops, rows, logits_TV, answer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from strata.config import Requested
 from strata.config_sources import Effect
+from strata.engine.hand_over import WHOLE_EXPERTS
 from strata.engine.models import open_model
 from strata.engine.runtime import WAITING_THREADS, make_plan, probe
 from strata.kernels.cpu import pool
@@ -110,21 +111,31 @@ def _sharing_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
     fraction = requested.pcie_frac
     by_rates = "auto: the card reads the link's part of what link and RAM give together, measured while loading"
     reads = by_rates if isinstance(fraction, str) else f"the card reads {100 * fraction:g} %"
+    is_all_held = plan.num_slots >= plan.shape.total_experts
+    if is_all_held:
+        reads = counted = "every expert has a slot: nothing is read over the link"
     handed = "the host hands over the CPU's part of each layer between two graphs"
     mailbox = handed if requested.mailbox == "off" else "tested when the model is loaded"
     return [
         *found,
-        Effect("pcie_frac", True, reads),
-        Effect("pcie_balance", True, counted),
-        Effect("split_experts", requested.split_experts, _split_words(requested)),
+        Effect("pcie_frac", not is_all_held, reads),
+        Effect("pcie_balance", not is_all_held, counted),
+        _split_effect(requested, is_all_held),
         Effect("mailbox", True, mailbox),
     ]
 
 
-def _split_words(requested: Requested) -> str:
+def _split_effect(requested: Requested, is_all_held: bool) -> Effect:
+    name = "split_experts"
     if not requested.split_experts:
-        return "off: an expert is computed by the card or by the CPU"
-    return "in rounds of one row the card reads down of experts whose gate and up the CPU computes"
+        return Effect(name, True, "off: an expert is computed by the card or by the CPU")
+    if is_all_held:
+        return Effect(name, False, "every expert has a slot")
+    if requested.pcie_frac == 0:
+        return Effect(name, False, "--pcie-frac 0: the card reads nothing over the link")
+    if requested.mailbox == "off":
+        return Effect(name, False, WHOLE_EXPERTS)
+    return Effect(name, True, "in rounds of one row the card reads down of NVFP4 and Q8_0 experts that the CPU begins")
 
 
 def _cpu_share_effect(plan: ResolvedPlan, requested: Requested) -> Effect:

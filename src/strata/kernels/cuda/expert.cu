@@ -264,9 +264,9 @@ __device__ __forceinline__ void down(const Shape& shape, const Task* tasks, cons
         gate_up<FORMAT>(shape, tasks, rows, x, x_scales, inner, inner_scales, flags, num_tasks);                      \
     }                                                                                                                 \
     extern "C" __global__ void __launch_bounds__(320, 2)                                                              \
-        NAME##_down(Shape shape, const Task* tasks, const int* rows, const int* slots, const signed char* inner,      \
+        NAME##_down(const __grid_constant__ Shape shape, const Task* tasks, const int* rows, const int* slots, const signed char* inner,      \
                     const float* inner_scales, float* out, unsigned char* flags, const int* num_tasks,                \
-                    const Joint joint) {                                                                              \
+                    const __grid_constant__ Joint joint) {                                                                       \
         down<FORMAT>(shape, tasks, rows, slots, inner, inner_scales, out, flags, num_tasks, joint);                   \
     }
 
