@@ -38,7 +38,6 @@ const ExpertKernels* expert_kernels(int format) {
 
 }  // namespace strata
 
-// One expert and the picks [first, first + count) of it; laid out for numpy.
 namespace strata {
 namespace {
 
@@ -124,7 +123,7 @@ bool await_zero(const std::atomic<int32_t>& missing, const uint8_t* weights, lon
 }
 
 // What gate and up have given of a joint task, to whoever multiplies it by down.
-void hand_over(const Job& job, const StrataExpertTask& task) {
+void write_half(const Job& job, const StrataExpertTask& task) {
     const long superblocks = job.shape.inner_superblocks(), width = superblocks * exact::kSuperblock;
     for (long pick = task.first; pick < task.first + task.count; ++pick)
         job.kernels->plain(job.inner[pick], superblocks, job.joint.codes + pick * width,
@@ -153,7 +152,7 @@ void compute_unit(Job& job, const Unit& unit) {
         job.kernels->gate_up(shape, blob, task.gate_scale, task.up_scale, unit.begin, unit.end, job.rows + task.first,
                              job.inner + task.first, task.count, job.pick_flags + task.first);
         const bool is_last = job.missing[unit.task].fetch_sub(1, std::memory_order_acq_rel) == 1;
-        if (is_last && job.is_joint(task)) hand_over(job, task);
+        if (is_last && job.is_joint(task)) write_half(job, task);
         return;
     }
     const uint8_t* weights = blob + shape.down_offset() + unit.begin * shape.narrow_bytes();

@@ -11,8 +11,8 @@
 #include "exact.h"
 #include "isa.h"
 
-// An expert and its picks [first, first + count); scales of gate, up and down. `joint`, not zero: its gate and up alone,
-// where somebody asks for that (`compute_experts`).
+// An expert and its picks [first, first + count), laid out for numpy; scales of gate, up and down. `joint`, not zero: its
+// gate and up alone, where somebody asks for that (`compute_experts`).
 struct StrataExpertTask {
     uint64_t blob;
     float gate_scale, up_scale, down_scale;

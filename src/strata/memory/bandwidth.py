@@ -42,7 +42,7 @@ IN_FLIGHT = 16  # pieces that are under way at once, as many as the fewest stagi
 STAGER_STEPS = (4, 6, 8, 12, 16)  # threads that are tried for staging, from the rule's number on
 STAGER_GAIN = 1.03  # the least by which more threads must raise the staged rate
 LEAVE_FREE = 1 << 30  # of the drive
-FILLING_THREADS = 8
+FILLING_THREADS = 8  # a load waits for this
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def measure_memory_read(*, size_bytes: int = 512 << 20, passes: int = 5) -> floa
     """
     region = system.map_region(size_bytes, huge_pages=True)
     try:
-        with Touching([(region.address, region.nbytes)], FILLING_THREADS) as touching:  # one thread needs 0.1 s
+        with Touching([(region.address, region.nbytes)], FILLING_THREADS) as touching:
             touching.wait(0)
         return max(_sum(region.address, region.nbytes) for _ in range(passes))
     finally:

@@ -23,6 +23,7 @@ __all__ = ["PARTS", "Conductor", "ConductorCounters", "FileTables", "RamTables"]
 _FORMATS = {"nvfp4": 0, "q8_0": 1, "bf16": 2}
 _FAULTS = {"sleep": 1, "die": 2, "abort": 3}
 _KINDS = 8
+# Of the mailbox, in the order of StrataConductorConfig.
 PARTS = ("box", "x", "tasks", "rows", "slots", "out", "inner", "inner_scales", "flags")
 LATE_MS = 10_000  # how long a round waits for the worker to come back from one that was given up
 
@@ -53,9 +54,8 @@ class FileTables:
 
 @dataclass(frozen=True)
 class ConductorCounters:
-    """Since the start. ``by_kind``: experts computed; ``settled``: exchanges that ``settle`` has waited for;
-    ``joint``: experts of which only gate and up were computed; seconds of
-    polling in rounds and of computing."""
+    """Since the start. ``by_kind``: experts computed; ``settled``: exchanges that ``settle`` has waited for; ``joint``:
+    experts of which only gate and up were computed; seconds of polling in rounds and of computing."""
 
     exchanges: int
     file_reads: int
@@ -69,8 +69,7 @@ class ConductorCounters:
 
 class _Config(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("mailbox", "x", "tasks", "rows", "slots", "out", "inner")),
-        *((name, ctypes.c_void_p) for name in ("inner_scales", "flags")),
+        *((name, ctypes.c_void_p) for name in PARTS),
         *((name, ctypes.c_int64) for name in ("hidden", "intermediate", "format", "most_rows", "most_picks")),
         *((name, ctypes.c_int64) for name in ("num_layers", "num_experts")),
         *((name, ctypes.c_void_p) for name in ("address", "kind", "scales", "checked", "checksum", "file", "offset")),

@@ -96,7 +96,7 @@ class ExpertTables:
 
 @dataclass(frozen=True, eq=False)
 class RoundMemory:
-    """What rounds share in device memory: ``state`` (RoundState of round.cu) and a non-finite flag a row."""
+    """What rounds share in device memory: ``state`` (RoundState of answer.h) and a non-finite flag a row."""
 
     state: torch.Tensor
     flags: torch.Tensor
