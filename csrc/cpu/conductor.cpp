@@ -15,15 +15,27 @@
 #include <vector>
 
 #include "checksum.h"
-#include "expert.h"
 #include "pool.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
+// expert.cpp
+struct StrataExpertTask;
+STRATA_API int strata_expert_compute(long hidden, long intermediate, int format, const StrataExpertTask* tasks,
+                                     long num_tasks, const int32_t* rows, const int32_t* slots, long picks,
+                                     const float* x, long x_rows, float* out, long out_slots, uint8_t* flags);
+
 namespace strata {
 namespace {
+
+struct NativeTask {  // as StrataExpertTask
+    uint64_t blob;
+    float scales[3];
+    int32_t first, count, unused;
+};
+static_assert(sizeof(NativeTask) == 32, "expert.cpp reads these bytes");
 
 long now_ns() {
     timespec t;
@@ -236,10 +248,6 @@ class Conductor {
                             static_cast<long long>(c_.num_experts));
             const int64_t flat = m.layer * c_.num_experts + task.expert;
             ++counters_.by_kind[c_.kind[flat] & 7];
-            if (task.joint != 0 && (c_.inner == nullptr || c_.address[flat] == 0))
-                return fail(kBadArgument, "the mailbox asks for half of expert %d, which is in no memory of both sides",
-                            task.expert);
-            counters_.joint += task.joint != 0;
             if (c_.address[flat] == 0) {
                 waiting_[static_cast<size_t>(missing++)] = i;
                 continue;
@@ -257,16 +265,16 @@ class Conductor {
         return kOk;
     }
 
-    StrataExpertTask native(const StrataMailTask& task, int64_t flat, uint64_t address) const {
+    NativeTask native(const StrataMailTask& task, int64_t flat, uint64_t address) const {
         const float* s = c_.scales + 3 * flat;
-        return {address, s[0], s[1], s[2], task.first, task.count, task.joint};
+        return {address, {s[0], s[1], s[2]}, task.first, task.count, 0};
     }
 
     int compute(long count) {
         const StrataMailbox& m = *c_.mailbox;
-        return compute_experts(c_.hidden, c_.intermediate, static_cast<int>(c_.format), tasks_.data(), count, c_.rows,
-                               c_.slots, m.num_picks, c_.x, m.num_rows, c_.out, c_.most_picks, c_.flags,
-                               {c_.inner, c_.inner_scales});
+        return strata_expert_compute(c_.hidden, c_.intermediate, static_cast<int>(c_.format),
+                                     reinterpret_cast<const StrataExpertTask*>(tasks_.data()), count, c_.rows, c_.slots,
+                                     m.num_picks, c_.x, m.num_rows, c_.out, c_.most_picks, c_.flags);
     }
 
     // Compares an expert's bytes with their checksum where that has not been done.
@@ -323,7 +331,7 @@ class Conductor {
 
     const StrataConductorConfig c_;
     const SeriesOfJobs series_;
-    std::vector<StrataExpertTask> tasks_;
+    std::vector<NativeTask> tasks_;
     std::vector<int> waiting_;
     std::thread thread_;
     std::mutex mutex_;

@@ -19,8 +19,6 @@ struct StrataConductorConfig {
     const int32_t* rows;          // of each pick: its row
     const int32_t* slots;         // of each pick: the row of `out` that it fills
     float* out;
-    int8_t* inner;                // of each pick of a joint task, from row 0 on: codes and scales of what gate and up gave,
-    float* inner_scales;          // padded to 64; null where no task is joint
     uint8_t* flags;               // of each row, set to 1 where a number is not finite
     int64_t hidden, intermediate, format, most_rows, most_picks;
     int64_t num_layers, num_experts;
@@ -57,7 +55,6 @@ STRATA_API void strata_conductor_fault(void* conductor, int kind, int number, in
 
 struct StrataConductorCounters {
     int64_t exchanges, file_reads, restarts, settled;  // settled: exchanges that `settle` has waited for
-    int64_t joint;             // experts of which gate and up alone were computed
     int64_t by_kind[8];        // experts computed
     int64_t wait_ns, work_ns;  // polling in rounds, computing
 };

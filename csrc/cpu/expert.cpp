@@ -38,6 +38,15 @@ const ExpertKernels* expert_kernels(int format) {
 
 }  // namespace strata
 
+// One expert and the picks [first, first + count) of it; laid out for numpy.
+struct StrataExpertTask {
+    uint64_t blob;
+    float gate_scale, up_scale, down_scale;
+    int32_t first, count;
+    int32_t unused;
+};
+static_assert(sizeof(StrataExpertTask) == 32, "the Python side describes these bytes");
+
 namespace strata {
 namespace {
 
@@ -91,15 +100,12 @@ struct Job {
     void** inner;
     float** results;
     uint8_t** pick_flags;
-    JointResults joint;
     std::atomic<int32_t>* missing;  // of each task: gate and up units that are not complete
     std::atomic<int32_t> rows_missing{0};
     long row_parts = 1;  // of a row that are prepared by themselves
     Unit* units;
     long num_units;
     std::atomic<long> next{0};
-
-    bool is_joint(const StrataExpertTask& task) const { return joint.codes != nullptr && task.joint != 0; }
 };
 
 // Waits until nothing is missing, and meanwhile brings the weights that are multiplied next to the cache: memory would
@@ -120,14 +126,6 @@ bool await_zero(const std::atomic<int32_t>& missing, const uint8_t* weights, lon
     }
     count_waiting(since);
     return true;
-}
-
-// What gate and up have given of a joint task, to whoever multiplies it by down.
-void write_half(const Job& job, const StrataExpertTask& task) {
-    const long superblocks = job.shape.inner_superblocks(), width = superblocks * exact::kSuperblock;
-    for (long pick = task.first; pick < task.first + task.count; ++pick)
-        job.kernels->plain(job.inner[pick], superblocks, job.joint.codes + pick * width,
-                           job.joint.scales + pick * (width / exact::kGroup));
 }
 
 void compute_unit(Job& job, const Unit& unit) {
@@ -151,8 +149,7 @@ void compute_unit(Job& job, const Unit& unit) {
         if (!await_zero(job.rows_missing, blob + unit.begin * group_bytes, groups * group_bytes)) return;
         job.kernels->gate_up(shape, blob, task.gate_scale, task.up_scale, unit.begin, unit.end, job.rows + task.first,
                              job.inner + task.first, task.count, job.pick_flags + task.first);
-        const bool is_last = job.missing[unit.task].fetch_sub(1, std::memory_order_acq_rel) == 1;
-        if (is_last && job.is_joint(task)) write_half(job, task);
+        job.missing[unit.task].fetch_sub(1, std::memory_order_acq_rel);
         return;
     }
     const uint8_t* weights = blob + shape.down_offset() + unit.begin * shape.narrow_bytes();
@@ -209,9 +206,8 @@ struct Cut {
     double target = 0;
 };
 
-Cut plan_units(const Job& job, long num_tasks, long x_rows, Unit* units, std::atomic<int32_t>* missing, double target) {
-    const ExpertShape& shape = job.shape;
-    const StrataExpertTask* tasks = job.tasks;
+Cut plan_units(const ExpertShape& shape, const StrataExpertTask* tasks, long num_tasks, long x_rows, Unit* units,
+               std::atomic<int32_t>* missing, double target, long row_parts) {
     Cut cut;
     auto add = [&](long task, long begin, long end, bool down) {
         if (units != nullptr)
@@ -219,12 +215,12 @@ Cut plan_units(const Job& job, long num_tasks, long x_rows, Unit* units, std::at
         ++cut.units;
     };
     for (long row = 0; row < x_rows; row += kRowsPerUnit)
-        for (long part = 0; part < job.row_parts; ++part)
+        for (long part = 0; part < row_parts; ++part)
             add(-1 - part, row, std::min(row + kRowsPerUnit, x_rows), false);
     cut.rows_units = cut.units;
     for (int down = 0; down < 2; ++down)
         for (long t = 0; t < num_tasks; ++t) {
-            if (tasks[t].count == 0 || (down && job.is_joint(tasks[t]))) continue;
+            if (tasks[t].count == 0) continue;
             const long groups = down ? shape.hidden_groups() : shape.inner_groups();
             const long bytes = down ? shape.narrow_bytes() : 2 * shape.wide_bytes();
             const long step = groups_per_unit(groups, cost(bytes, tasks[t].count), target);
@@ -240,11 +236,10 @@ int compute(Job& job, const StrataExpertTask* tasks, long num_tasks, const int32
             long picks, long x_rows, float* out) {
     const ExpertShape& shape = job.shape;
     double total = 0;
-    for (long t = 0; t < num_tasks; ++t)
-        total += cost(job.is_joint(tasks[t]) ? shape.down_offset() : shape.payload_bytes(), tasks[t].count);
+    for (long t = 0; t < num_tasks; ++t) total += cost(shape.payload_bytes(), tasks[t].count);
     const double target = std::max(kLeastUnit, total / (pool_threads() * kUnitsPerThread));
     if (x_rows == 1) job.row_parts = std::min(kRowParts, shape.hidden_superblocks());
-    const Cut cut = plan_units(job, num_tasks, x_rows, nullptr, nullptr, target);
+    const Cut cut = plan_units(shape, tasks, num_tasks, x_rows, nullptr, nullptr, target, job.row_parts);
 
     const size_t row_bytes = aligned(shape.row_bytes(shape.hidden_superblocks()));
     const size_t inner_bytes = aligned(shape.row_bytes(shape.inner_superblocks()));
@@ -274,7 +269,7 @@ int compute(Job& job, const StrataExpertTask* tasks, long num_tasks, const int32
         job.pick_flags[i] = job.flags + rows[i];
     }
     for (long t = 0; t < num_tasks; ++t) new (job.missing + t) std::atomic<int32_t>(0);
-    plan_units(job, num_tasks, x_rows, job.units, job.missing, target);
+    plan_units(shape, tasks, num_tasks, x_rows, job.units, job.missing, target, job.row_parts);
     job.num_units = cut.units;
     job.rows_missing.store(static_cast<int32_t>(cut.rows_units));
     return run_on_all(&work_on, &job);
@@ -310,10 +305,15 @@ int combine_rows(void* context, long begin, long end) {
 }
 
 }  // namespace
+}  // namespace strata
 
-int compute_experts(long hidden, long intermediate, int format, const StrataExpertTask* tasks, long num_tasks,
-                    const int32_t* rows, const int32_t* slots, long picks, const float* x, long x_rows, float* out,
-                    long out_slots, uint8_t* flags, JointResults joint) {
+// Computes `num_tasks` experts for `picks` (row, result) pairs: result slots[i] (of `hidden` floats) of `out` becomes
+// the expert of row rows[i] of x, x_rows rows of `hidden` floats. flags[row] is set to 1 if the row held, or led to,
+// a number that is not finite; others are left. No two picks may share a result. Splits the work over the pool.
+STRATA_API int strata_expert_compute(long hidden, long intermediate, int format, const StrataExpertTask* tasks,
+                                     long num_tasks, const int32_t* rows, const int32_t* slots, long picks,
+                                     const float* x, long x_rows, float* out, long out_slots, uint8_t* flags) {
+    using namespace strata;
     int status = check_shape(hidden, intermediate, format);
     if (status != kOk) return status;
     if (num_tasks < 0 || picks < 0 || x_rows < 0 || out_slots < 0 || picks > INT32_MAX)
@@ -330,20 +330,7 @@ int compute_experts(long hidden, long intermediate, int format, const StrataExpe
     job.tasks = tasks;
     job.x = x;
     job.flags = flags;
-    if (job.kernels->plain != nullptr) job.joint = joint;
     return compute(job, tasks, num_tasks, rows, slots, picks, x_rows, out);
-}
-
-}  // namespace strata
-
-// Computes `num_tasks` experts for `picks` (row, result) pairs: result slots[i] (of `hidden` floats) of `out` becomes
-// the expert of row rows[i] of x, x_rows rows of `hidden` floats. flags[row] is set to 1 if the row held, or led to,
-// a number that is not finite; others are left. No two picks may share a result. Splits the work over the pool.
-STRATA_API int strata_expert_compute(long hidden, long intermediate, int format, const StrataExpertTask* tasks,
-                                     long num_tasks, const int32_t* rows, const int32_t* slots, long picks,
-                                     const float* x, long x_rows, float* out, long out_slots, uint8_t* flags) {
-    return strata::compute_experts(hidden, intermediate, format, tasks, num_tasks, rows, slots, picks, x, x_rows, out,
-                                   out_slots, flags, {});
 }
 
 // y[row] = sum over k, in order, by fused multiply-add from zero, of weights[row, k] * parts[row, k].

@@ -11,16 +11,6 @@
 #include "exact.h"
 #include "isa.h"
 
-// An expert and its picks [first, first + count), laid out for numpy; scales of gate, up and down. `joint`, not zero: its
-// gate and up alone, where somebody asks for that (`compute_experts`).
-struct StrataExpertTask {
-    uint64_t blob;
-    float gate_scale, up_scale, down_scale;
-    int32_t first, count;
-    int32_t joint;
-};
-static_assert(sizeof(StrataExpertTask) == 32, "the Python side describes these bytes");
-
 namespace strata {
 
 enum ExpertFormat : int { kNvfp4 = 0, kQ8 = 1, kBf16 = 2, kExpertFormats = 3 };
@@ -65,9 +55,6 @@ struct ExpertKernels {
     void (*down)(const ExpertShape& shape, const uint8_t* blob, float scale, long begin, long end,
                  const void* const* h, float* const* y, long count, uint8_t* const* flags);
 
-    // A prepared row of NVFP4 or Q8_0 as a GPU reads it: its codes in their natural order, and a scale of each 16.
-    void (*plain)(const void* row, long superblocks, int8_t* codes, float* scales);
-
     // y[i] = sum over k, in order, by fused multiply-add from zero, of weights[k] * parts[k][i]. Returns 1 if a
     // result is not finite (it is then 0).
     int (*combine)(const float* const* parts, const float* weights, long k, long width, float* y);
@@ -81,16 +68,5 @@ const ExpertKernels* expert_kernels_scalar(int format);
 const ExpertKernels* expert_kernels_avx2(int format);
 const ExpertKernels* expert_kernels_avxvnni(int format);
 const ExpertKernels* expert_kernels_avx512(int format);
-
-// Where what gate and up give of joint tasks goes: codes and scales of each pick, padded to 64. Null: no task is joint.
-struct JointResults {
-    int8_t* codes = nullptr;
-    float* scales = nullptr;
-};
-
-// expert.cpp, `strata_expert_compute`.
-int compute_experts(long hidden, long intermediate, int format, const StrataExpertTask* tasks, long num_tasks,
-                    const int32_t* rows, const int32_t* slots, long picks, const float* x, long x_rows, float* out,
-                    long out_slots, uint8_t* flags, JointResults joint);
 
 }  // namespace strata

@@ -151,21 +151,6 @@ int prepare(const float* x, long width, long superblocks, void* row) {
     return finite ? 0 : 1;
 }
 
-template <class Format>
-void plain(const void* row, long superblocks, int8_t* codes, float* scales) {
-    int8_t order[exact::kGroup], place[exact::kGroup];
-    for (int i = 0; i < exact::kGroup; ++i) order[i] = static_cast<int8_t>(i);
-    Codes natural;
-    __builtin_memcpy(&natural, order, sizeof natural);
-    const Codes arranged = Format::arrange(natural);
-    __builtin_memcpy(place, &arranged, sizeof arranged);
-    const auto* groups = static_cast<const CodedGroup*>(row);
-    for (long at = 0; at < superblocks * exact::kSuperblock / exact::kGroup; ++at) {
-        for (int i = 0; i < exact::kGroup; ++i) codes[at * exact::kGroup + place[i]] = groups[at].codes[i];
-        scales[at] = groups[at].scale;
-    }
-}
-
 void raise_flag(uint8_t* flag) { __atomic_store_n(flag, 1, __ATOMIC_RELAXED); }
 
 // h = silu(gate) * up of one group of one row, of which the first of 16 are there; the others are padding.
@@ -340,9 +325,9 @@ uint64_t add_words(const uint64_t* words, long count) {
 
 const ExpertKernels* table(int format) {
     static const ExpertKernels tables[kExpertFormats] = {
-        {prepare<Nvfp4>, gate_up<Nvfp4>, down<Nvfp4>, plain<Nvfp4>, combine, add_words},
-        {prepare<Q8>, gate_up<Q8>, down<Q8>, plain<Q8>, combine, add_words},
-        {prepare<Bf16>, gate_up<Bf16>, down<Bf16>, nullptr, combine, add_words},
+        {prepare<Nvfp4>, gate_up<Nvfp4>, down<Nvfp4>, combine, add_words},
+        {prepare<Q8>, gate_up<Q8>, down<Q8>, combine, add_words},
+        {prepare<Bf16>, gate_up<Bf16>, down<Bf16>, combine, add_words},
     };
     return format >= 0 && format < kExpertFormats ? &tables[format] : nullptr;
 }

@@ -310,14 +310,6 @@ class Requested:
         the page-locked ones.""",
         variable_only=True,
     )
-    split_experts: bool = option(
-        False,
-        parse_switch,
-        "experts",
-        """A card reads down, a third of an expert, over its link while the CPU computes gate and up of it; rounds of
-        one row, NVFP4 and Q8_0 experts. Not measured yet.""",
-        variable_only=True,
-    )
     mailbox: Literal["auto", "off"] = option(
         AUTO,
         choice("auto", "off"),

@@ -26,7 +26,6 @@
 #define __host__
 #define __constant__ static
 #define __grid_constant__
-#define __noinline__ __attribute__((noinline))
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)

@@ -150,10 +150,14 @@ def test_two_processes_with_cold_caches_agree(tmp_path: Path) -> None:
         "        x = torch.randn(4096, 4096, device='cuda')\n"
         "        while not ended.is_set(): x = torch.nn.functional.normalize(x @ x); own.synchronize()\n"
         "ended = threading.Event()\n"
-        "if sys.argv[1] == 'busy': threading.Thread(target=load, daemon=True).start()\n"
-        "with small('cuda', expert_cache=20, adapt_every=0, pcie_frac=0.5) as runtime:\n"
-        "    found = transcript(runtime, prompt(40), 40)\n"
-        "ended.set()\n"
+        "loading = threading.Thread(target=load)\n"
+        "if sys.argv[1] == 'busy': loading.start()\n"
+        "try:\n"
+        "    with small('cuda', expert_cache=20, adapt_every=0, pcie_frac=0.5) as runtime:\n"
+        "        found = transcript(runtime, prompt(40), 40)\n"
+        "finally:\n"
+        "    ended.set()\n"
+        "    if sys.argv[1] == 'busy': loading.join()\n"
         "print(hashlib.sha256(found.numpy().tobytes()).hexdigest())\n"
     )
     hashes = []

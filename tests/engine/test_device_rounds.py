@@ -20,7 +20,7 @@ from strata.engine.runtime import Runtime
 from strata.engine.session import Session
 from strata.engine.timeline import Timeline
 from strata.errors import CheckpointError, EngineError
-from strata.kernels.cpu.conductor import PARTS, Conductor
+from strata.kernels.cpu.conductor import Conductor
 from strata.kernels.cuda.mailbox import Mailbox
 from strata.kernels.cuda.program import Address
 from strata.kernels.host import CopyTiming, HostBackend, HostBuffer, HostFaults, HostRegistration
@@ -30,13 +30,13 @@ from tests.engine.conftest import VOCABULARY, load
 from tests.engine.emulated_device import EmulatedDevice, device_runtime
 from tests.models.oracle import sample_ids, worst
 
+SHARED = ("box", "x", "tasks", "rows", "slots", "out", "flags")  # of the mailbox
 PLACEMENTS = {
     "all in VRAM": {"expert_cache": 1000, "resident_experts": True},
     "CPU only": {"expert_cache": 0},
     "a few slots": {"expert_cache": 5, "adapt_every": 0},
     "link": {"expert_cache": 5, "adapt_every": 0, "pcie_frac": 1.0},
     "half the link": {"expert_cache": 5, "adapt_every": 0, "pcie_frac": 0.5},
-    "split experts": {"expert_cache": 5, "adapt_every": 0, "pcie_frac": 0.5, "split_experts": True},
     "a swap every round": {"expert_cache": 8, "resident_experts": True, "adapt_every": 1, "adapt_swaps": 2},
     "mapped": {"expert_cache": 5, "adapt_every": 0, "mmap_experts": True},
     "file": {"expert_cache": 5, "adapt_every": 0, "resident_budget_gib": 0.00005},
@@ -82,14 +82,12 @@ def test_every_placement_gives_the_same_bits(packs: dict[str, Path]) -> None:
                 "a few slots": counted.hits and counted.misses_pinned and not counted.alias_picks,
                 "link": counted.alias_picks == counted.misses_pinned > 0,
                 "half the link": 0 < counted.alias_picks < counted.misses_pinned,
-                "split experts": 0 < counted.split_experts < counted.misses_pinned,
                 "a swap every round": counted.swaps > 0,
                 "mapped": counted.misses_mapped > 0,
                 "file": counted.misses_file > 0,
                 "handed over by the host": counted.hits and counted.misses_pinned and counted.handed_over,
             }
             assert moved[name], (name, counted)
-            assert (counted.split_experts > 0) == (name == "split experts")
             assert (counted.handed_over > 0) == (name == "handed over by the host")
     first = found.pop("all in VRAM")
     for name, other in found.items():
@@ -180,7 +178,7 @@ def test_a_mailbox_that_does_not_work_is_said_and_done_without(
     ids = prompt(3, seed=1)
     with device_runtime(packs["default"], expert_cache=5) as runtime:
         expected = transcript(runtime, ids, 3)
-        (effect,) = runtime.mailbox_effects()
+        effect = runtime.mailbox_effect()
         assert effect is not None
         assert effect.in_force
         assert "us an exchange" in effect.why
@@ -202,10 +200,9 @@ def test_a_mailbox_that_does_not_work_is_said_and_done_without(
         patch.setattr(DeviceRounds, "prepare", prepare_unheard)
         with device_runtime(packs["default"], expert_cache=5) as runtime:
             assert "does not work here (3 times no answer" in caplog.text
-            effect, split = runtime.mailbox_effects()
+            effect = runtime.mailbox_effect()
+            assert effect is not None
             assert not effect.in_force
-            assert split.option == "split_experts"
-            assert not split.in_force
             assert "no answer" in effect.why
             assert runtime.statistics().mailbox_microseconds == 0
             assert torch.equal(transcript(runtime, ids, 3), expected)
@@ -230,7 +227,7 @@ class Shadow:
             self.made.append((mailbox, raw[start : start + mailbox.nbytes]))
 
         def see(mailbox: Mailbox, name: str) -> Address:
-            if name not in PARTS:
+            if name not in SHARED:
                 return device(mailbox, name)
             (shadow,) = [one for owner, one in self.made if owner is mailbox]
             return Address(shadow.ctypes.data + mailbox._offsets[name])
@@ -244,7 +241,7 @@ class Shadow:
 
         def answer(conductor: Conductor, wait_ms: int) -> None:
             settle(conductor, wait_ms)
-            for name in ("out", "inner", "inner_scales", "flags"):
+            for name in ("out", "flags"):
                 self.copy(name, to_host=False)
             self.copy("box", 64, 128, to_host=False)
 
@@ -265,22 +262,17 @@ class Shadow:
             target[part] = source[part]
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_nothing_that_is_handed_over_waits_in_a_launch(
-    packs: dict[str, Path], split: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_that_is_handed_over_waits_in_a_launch(packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     ids = prompt(3, seed=1)
     with device_runtime(packs["default"], expert_cache=5, adapt_every=0, pcie_frac=0.5) as runtime:
         expected = transcript(runtime, ids, 3)
     shadow = Shadow(monkeypatch)
-    options = {"expert_cache": 5, "adapt_every": 0, "pcie_frac": 0.5, "mailbox": "off", "split_experts": split}
-    with device_runtime(packs["default"], **options) as runtime:
+    with device_runtime(packs["default"], expert_cache=5, adapt_every=0, pcie_frac=0.5, mailbox="off") as runtime:
         assert shadow.made
         assert runtime.rounds is not None
         runtime.rounds.limit_ms = 3000
         assert torch.equal(transcript(runtime, ids, 3), expected)
-        counted = runtime.statistics().experts
-        assert counted.handed_over > 0 == counted.split_experts
+        assert runtime.statistics().experts.handed_over > 0
 
 
 @pytest.mark.parametrize("kind", ["sleep", "die", "abort"])

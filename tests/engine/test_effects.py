@@ -145,20 +145,10 @@ def test_the_mailbox_is_a_cards() -> None:
     assert "the host hands over" in effects(**card, mailbox="off")["mailbox"].why
 
 
-def test_experts_are_split_where_a_card_reads_over_the_link_and_a_mailbox_works() -> None:
-    card: dict[str, Any] = {"device": "cuda", "vram_gib": 16}
-    assert effects(**card)["split_experts"].why.startswith("off: ")
-    asked = card | {"split_experts": True}
-    assert effects(**asked)["split_experts"].in_force
-    for options, why in (
-        ({"mailbox": "off"}, "without the mailbox the host hands over whole experts"),
-        ({"pcie_frac": 0.0}, "--pcie-frac 0: the card reads nothing over the link"),
-        ({"vram_gib": 120}, "every expert has a slot"),
-    ):
-        found = effects(**(asked | options))
-        assert found["split_experts"] == Effect("split_experts", False, why)
-    assert not found["pcie_frac"].in_force
-    assert "nothing is read over the link" in found["pcie_balance"].why
+def test_the_share_of_the_link_is_nothing_where_every_expert_has_a_slot() -> None:
+    found = effects(device="cuda", vram_gib=120)
+    for name in ("pcie_frac", "pcie_balance"):
+        assert found[name] == Effect(name, False, "every expert has a slot: nothing is read over the link")
 
 
 def test_a_card_says_that_it_streams_no_prompt_and_what_it_reads() -> None:

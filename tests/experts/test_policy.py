@@ -17,7 +17,6 @@ from strata.experts.policy import (
     decay_counts,
     rank_experts,
     split_pinned,
-    split_thirds,
 )
 
 
@@ -118,35 +117,6 @@ def test_whoever_ends_later_ends_as_early_as_whole_experts_allow(pinned: int, cp
     best = min(end(count) for count in range(pinned + 1))
     assert 0 <= taken <= pinned
     assert end(taken) == best or math.isclose(end(taken), best, rel_tol=1e-12)
-
-
-@given(st.integers(0, 20), st.integers(0, 20), st.floats(0, 1, width=32))
-def test_thirds_end_as_early_as_they_can_but_for_one(pinned: int, cpu: int, fraction: float) -> None:
-    """Against all other numbers of whole experts and of downs: at ``fraction`` of both rates the link, at the rest the
-    CPU. A third that makes no pair may be left to the CPU."""
-    link, rest = Fraction(fraction), 1 - Fraction(fraction)
-
-    def end(thirds: int) -> Fraction | float:
-        left = 3 * (pinned + cpu) - thirds
-        by_link = thirds / link if link else (math.inf if thirds else 0)
-        return max(by_link, left / rest if rest else (math.inf if left else 0))
-
-    whole, downs = split_thirds(pinned, cpu, fraction)
-    assert whole >= 0 <= downs
-    assert whole + downs <= pinned
-    best = min(end(3 * w + d) for w in range(pinned + 1) for d in range(pinned - w + 1))
-    assert min(end(3 * whole + downs + more) for more in (0, 1)) <= best * (1 + 1e-12)
-
-
-def test_thirds_by_hand() -> None:
-    assert [split_thirds(n, 0, 0.32) for n in range(6)] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (0, 5)]
-    assert [split_thirds(n, 0, 0.2) for n in range(6)] == [(0, 0), (0, 0), (0, 1), (0, 2), (0, 2), (0, 3)]
-    assert [split_thirds(n, 0, 0.5) for n in range(5)] == [(0, 0), (0, 1), (0, 2), (1, 2), (1, 3)]
-    assert split_thirds(4, 0, 1.0) == (4, 0)
-    assert split_thirds(4, 0, 0.0) == (0, 0)
-    assert split_thirds(2, 6, 0.4) == (2, 0)
-    assert split_thirds(2, 1, 0.4) == (1, 1)
-    assert split_thirds(2, 6, 0.4, balance=False) == (0, 2)
 
 
 def test_a_fixed_share_of_the_link_is_of_the_page_locked_misses_alone() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strata.kernels.cpu.experts import ExpertKernel, group_picks
-from strata.kernels.cuda.experts import Joint, down_launch, gate_up_launch, shape_of
+from strata.kernels.cuda.experts import down_launch, gate_up_launch, shape_of
 from strata.kernels.cuda.program import Address
 from strata.quant import ExpertFormat, ExpertLayout, QuantisedMatrix
 from tests.emulator.machine import EmulatedMachine, EmulatedProgram
@@ -50,7 +50,7 @@ def same(
     number = len(tasks.tasks)
     list_of_tasks = program.empty(number + idle, tasks.tasks.itemsize, dtype=torch.uint8)
     list_of_tasks[:number] = torch.from_numpy(tasks.tasks.view(np.uint8).reshape(number, -1).copy())
-    num_tasks = torch.tensor([number, 0, 0, 0, 0], dtype=torch.int32)
+    num_tasks = torch.tensor([number], dtype=torch.int32)
     pick_rows, slots = torch.from_numpy(tasks.rows), torch.from_numpy(tasks.slots)
     flags = program.zeros(rows, dtype=torch.uint8)
     inner = program.zeros(rows * k, shape.narrow * 64, dtype=torch.float32 if layout.format == "bf16" else torch.int8)
@@ -71,8 +71,7 @@ def same(
     )  # fmt: skip
     program.launch(
         f"expert.{layout.format}_down", (other.blocks, number + idle), other.threads, shape, list_of_tasks, pick_rows,
-        slots, *kept, out, flags, num_tasks if idle else Address(0), *([] if layout.format == "bf16" else [Joint()]),
-        shared=other.shared,
+        slots, *kept, out, flags, num_tasks if idle else Address(0), shared=other.shared,
     )  # fmt: skip
     machine.prepare(program.take()).run()
     machine.synchronize()

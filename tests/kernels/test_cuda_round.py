@@ -12,8 +12,8 @@ import torch
 
 from strata.engine.mailbox_check import PROBE_LIMIT_MS, MailboxCheck, check_mailbox, probe_launches
 from strata.errors import EngineError
-from strata.experts.policy import split_pinned, split_thirds
-from strata.kernels.cpu.conductor import PARTS, Conductor, RamTables
+from strata.experts.policy import split_pinned
+from strata.kernels.cpu.conductor import Conductor, RamTables
 from strata.kernels.cpu.experts import ExpertKernel, group_picks
 from strata.kernels.cuda.expert_step import ExpertStep, ExpertTables, RoundMemory
 from strata.kernels.cuda.mailbox import Mailbox
@@ -106,7 +106,7 @@ def expected(bench: Bench, x: torch.Tensor, ids: list[torch.Tensor], weights: to
     return found
 
 
-def make(format: ExpertFormat, fraction: float = 0.0, balance: bool = True, joint: bool = False) -> Bench:
+def make(format: ExpertFormat, fraction: float = 0.0, balance: bool = True) -> Bench:
     layout = ExpertLayout(HIDDEN, INNER, format)
     random = torch.Generator().manual_seed(5)
     total = LAYERS * EXPERTS
@@ -119,12 +119,12 @@ def make(format: ExpertFormat, fraction: float = 0.0, balance: bool = True, join
     pages = raw[start : start + blobs.numel()].view(blobs.shape).copy_(blobs)
     table = scales.numpy().reshape(LAYERS, EXPERTS, 3)
     backend = HostBackend(1 << 20)
-    mailbox = Mailbox(backend, HIDDEN, INNER, TOP_K, 8, MAX_WINDOW + 3)
+    mailbox = Mailbox(backend, HIDDEN, TOP_K, 8, MAX_WINDOW + 3)
     device = torch.device("cpu")
-    tables = ExpertTables.on(device, torch.from_numpy(table), fraction, balance=balance, joint=joint)
+    tables = ExpertTables.on(device, torch.from_numpy(table), fraction, balance=balance)
     stride = np.arange(total, dtype=np.uint64) * np.uint64(layout.blob_bytes)
     ram = RamTables(np.uint64(pages.data_ptr()) + stride, np.full(total, 2, np.uint8), np.ascontiguousarray(table))
-    parts = {name: mailbox.host(name) for name in PARTS}
+    parts = {name: mailbox.host(name) for name in ("box", "x", "tasks", "rows", "slots", "out", "flags")}
     conductor = Conductor(layout, parts, MAX_WINDOW, MAX_WINDOW * TOP_K, ram)
     return Bench(
         layout, pages, table, backend, mailbox, tables, RoundMemory.on(device), conductor, EmulatedMachine()
@@ -156,10 +156,9 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("format", ["nvfp4", "q8_0", "bf16"])
 @pytest.mark.parametrize("where", ["vvvvvvvvvvvv", "cccccccccccc", "vcvcvccvcvcv", "pppcvvvvcppp"])
-@pytest.mark.parametrize("joint", [False, True])
-def test_every_split_gives_the_same_bits(format: ExpertFormat, where: str, joint: bool) -> None:
+def test_every_split_gives_the_same_bits(format: ExpertFormat, where: str) -> None:
     for fraction in (0.0, 0.5, 1.0):
-        made = make(format, fraction, joint=joint)
+        made = make(format, fraction)
         try:
             made.place(where)
             for rows in (1, 3, 8):
@@ -214,69 +213,6 @@ def test_the_share_of_the_link_is_the_policys(balance: bool) -> None:
             others += pinned - taken + cpu
         assert (made.mailbox.box.aliases, made.mailbox.box.others) == (aliases, others)
         assert made.tables.counts.sum() == 2 * 2 * TOP_K
-    finally:
-        made.conductor.close()
-        made.mailbox.close()
-
-
-@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 0.8, 1.0])
-@pytest.mark.parametrize("balance", [True, False])
-@pytest.mark.parametrize("format", ["nvfp4", "q8_0", "bf16"])
-def test_of_one_row_the_card_reads_down_of_what_the_cpu_begins(
-    format: ExpertFormat, balance: bool, fraction: float
-) -> None:
-    made = make(format, fraction, balance, joint=True)
-    try:
-        wholes = downs = 0
-        for seed, where in enumerate(("pppppppppppp", "pppccvvpcpvp", "vppvppcpppvp")):
-            made.place(where)
-            x, ids, weights = inputs(1, seed)
-            same(made.run(x, ids, weights), expected(made, x, ids, weights))
-            for layer in range(LAYERS):
-                picked = [where[layer * EXPERTS + e] for e in ids[layer].flatten().tolist()]
-                counts = picked.count("p"), picked.count("c"), float(np.float32(fraction))
-                whole, down = split_thirds(*counts, balance=balance)
-                if format == "bf16":  # handed over whole
-                    whole, down = split_pinned(*counts, balance=balance), 0
-                wholes, downs = wholes + whole, downs + down
-        assert (made.mailbox.box.aliases, made.conductor.counters().joint) == (wholes, downs)
-        assert downs or format == "bf16" or fraction in (0.1, 1.0)
-    finally:
-        made.conductor.close()
-        made.mailbox.close()
-
-
-@pytest.mark.parametrize("kind", ["die", "abort", "sleep"])
-def test_a_joint_expert_without_its_first_half_gives_zeros_and_the_next_round_is_right(kind: str) -> None:
-    made = make("nvfp4", 0.5, joint=True)
-    try:
-        made.place("pppppppppppp")
-        x, ids, weights = inputs(1)
-        made.conductor.plan_fault(kind, 1, 300)  # type: ignore[arg-type]
-        limit = 100 if kind != "sleep" else 50
-        try:
-            ys = made.run(x, ids, weights, limit_ms=limit)
-        except EngineError:
-            assert kind == "die"
-        else:
-            assert all(torch.isfinite(y).all() for y in ys)
-        assert made.mailbox.box.aborted != 0
-        same(made.run(x, ids, weights), expected(made, x, ids, weights))
-        assert made.mailbox.box.aborted == 0
-    finally:
-        made.conductor.close()
-        made.mailbox.close()
-
-
-def test_a_joint_expert_whose_activations_are_not_finite_flags_its_row() -> None:
-    made = make("nvfp4", 0.5, joint=True)
-    try:
-        made.place("pppppppppppp")
-        x, ids, weights = inputs(1)
-        made.run(x * 1e38, ids, weights)
-        assert made.mailbox.row_flags[0] == 1
-        made.run(x, ids, weights)
-        assert made.mailbox.row_flags[0] == 0
     finally:
         made.conductor.close()
         made.mailbox.close()
@@ -380,7 +316,7 @@ def test_a_post_that_came_while_the_thread_slept_is_answered_when_a_round_begins
 def test_an_answer_that_comes_before_its_data_fails_the_self_test(bench: Bench) -> None:
     """The conductor answers into memory that the card does not read: what it finds there is not what it has sent."""
     elsewhere = torch.zeros(HIDDEN)
-    parts = {name: bench.mailbox.host(name) for name in PARTS}
+    parts = {name: bench.mailbox.host(name) for name in ("box", "x", "tasks", "rows", "slots", "flags")}
     right = bench.conductor
     ram = right._kept[0]
     bench.conductor = Conductor(

@@ -28,7 +28,6 @@ COUNTERS = (
     "hits",
     *MISSES,
     "alias_picks",
-    "split_experts",
     "handed_over",
     *MOVED,
     "ring_loads",

@@ -96,19 +96,13 @@ def all_arms(model: OpenModel, *, on_card: bool = False) -> list[Arm]:
     arms = _host_arms(model)
     if not on_card:
         return arms
-    return [*(_card_arm(model, arm) for arm in arms if _fits_card(arm)), _split(model), _by_hand(model)]
+    return [*(_card_arm(model, arm) for arm in arms if _fits_card(arm)), _by_hand(model)]
 
 
 def _by_hand(model: OpenModel) -> Arm:
     """Without the mailbox: what a card does where its self-test fails."""
     options = {"adapt_every": 0, "expert_cache": _Sizes.of(model).quarter, "mailbox": "off"}
     return Arm("handed over by the host", options, ("hits", "misses_pinned", "handed_over"))
-
-
-def _split(model: OpenModel) -> Arm:
-    """With experts that card and CPU compute together."""
-    options = {"adapt_every": 0, "expert_cache": _Sizes.of(model).quarter, "pcie_frac": 0.5, "split_experts": True}
-    return Arm("split experts", options, ("hits", "misses_pinned", "split_experts"))
 
 
 def _fits_card(arm: Arm) -> bool:

@@ -11,7 +11,7 @@ import logging
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -19,7 +19,6 @@ import torch
 from strata.engine.hand_over import HandedOver
 from strata.engine.mailbox_check import PROBE_LIMIT_MS, MailboxCheck, check_mailbox, probe_launches
 from strata.errors import EngineError
-from strata.kernels.cpu.conductor import PARTS
 from strata.kernels.cuda.copies import COPY_IN
 from strata.kernels.cuda.expert_step import ExpertStep, RoundMemory
 from strata.kernels.cuda.mailbox import INPUT_WORDS, Mailbox
@@ -111,14 +110,13 @@ class DeviceRounds:
         self._backend = backend
         self._owned = ExitStack()
         with ExitStack() as owned:
-            self._mailbox = Mailbox(
-                backend, config.hidden, config.expert_intermediate, config.top_k, config.vocabulary, INPUT_WORDS
-            )
+            self._mailbox = Mailbox(backend, config.hidden, config.top_k, config.vocabulary, INPUT_WORDS)
             owned.callback(self._mailbox.close)
             self._logits_WV = torch.from_numpy(self._mailbox.logits)
             self.state = DeviceState(model.new_state(max_context, kv), self._inputs, self._take_pinned)
+            names = ("box", "x", "tasks", "rows", "slots", "out", "flags")
             self.dispatch: DeviceDispatch = experts.serve_device(
-                layout, device, {name: self._mailbox.host(name) for name in PARTS}, MAX_WINDOW,
+                layout, device, {name: self._mailbox.host(name) for name in names}, MAX_WINDOW,
                 MAX_WINDOW * config.top_k,
             )  # fmt: skip
             owned.callback(self.dispatch.close)
@@ -315,10 +313,7 @@ class DeviceRounds:
         program = Program(machine.device, machine.multiprocessors, memory=self._buffers)
         state = self.state.record(program, rows)
         ops = CudaOps(program, self._inputs, cache_bytes=machine.cache_bytes)
-        tables = self.dispatch.tables
-        if self._by_hand:  # its launches wait for the CPU nowhere but before the sum
-            tables = replace(tables, joint=False)
-        step = ExpertStep(ops, self._layout, tables, self._memory, self._mailbox, rows, self._top_k)
+        step = ExpertStep(ops, self._layout, self.dispatch.tables, self._memory, self._mailbox, rows, self._top_k)
         wanted: LogitRows = "none" if answer == "none" else "all"
         logits_TV = self._model.forward(ops, [0] * rows, state, step, wanted)
         self._record_end(program, ops, rows, logits_TV, answer)

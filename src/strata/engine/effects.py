@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from strata.config import Requested
 from strata.config_sources import Effect
-from strata.engine.hand_over import WHOLE_EXPERTS
 from strata.engine.models import open_model
 from strata.engine.runtime import WAITING_THREADS, make_plan, probe
 from strata.kernels.cpu import pool
@@ -103,10 +102,7 @@ def _sharing_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
     found = [_cpu_share_effect(plan, requested), Effect("iq_mt_min", True, iq)]
     if plan.device.kind == "cpu":
         why = f"{NO_CARD}: the CPU computes every expert where it lies"
-        return [
-            *found,
-            *(Effect(name, False, why) for name in ("pcie_frac", "pcie_balance", "split_experts", "mailbox")),
-        ]
+        return [*found, *(Effect(name, False, why) for name in ("pcie_frac", "pcie_balance", "mailbox"))]
     counted = "all misses of a layer count" if requested.pcie_balance else "a fixed share of the page-locked misses"
     fraction = requested.pcie_frac
     by_rates = "auto: the card reads the link's part of what link and RAM give together, measured while loading"
@@ -120,22 +116,8 @@ def _sharing_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
         *found,
         Effect("pcie_frac", not is_all_held, reads),
         Effect("pcie_balance", not is_all_held, counted),
-        _split_effect(requested, is_all_held),
         Effect("mailbox", True, mailbox),
     ]
-
-
-def _split_effect(requested: Requested, is_all_held: bool) -> Effect:
-    name = "split_experts"
-    if not requested.split_experts:
-        return Effect(name, True, "off: an expert is computed by the card or by the CPU")
-    if is_all_held:
-        return Effect(name, False, "every expert has a slot")
-    if requested.pcie_frac == 0:
-        return Effect(name, False, "--pcie-frac 0: the card reads nothing over the link")
-    if requested.mailbox == "off":
-        return Effect(name, False, WHOLE_EXPERTS)
-    return Effect(name, True, "in rounds of one row the card reads down of NVFP4 and Q8_0 experts that the CPU begins")
 
 
 def _cpu_share_effect(plan: ResolvedPlan, requested: Requested) -> Effect:

@@ -349,9 +349,8 @@ class Engine:
     def effects(self) -> list[Effect]:
         """What became of the options that a plan can overrule."""
         planned = plan_effects(self._runtime.plan, self.requested)
-        found = self._runtime.mailbox_effects()
-        known = {one.option for one in found}
-        return [*(one for one in planned if one.option not in known), *found]
+        mailbox = self._runtime.mailbox_effect()
+        return planned if mailbox is None else [*(one for one in planned if one.option != mailbox.option), mailbox]
 
     @property
     def max_context(self) -> int:

@@ -17,12 +17,10 @@ if TYPE_CHECKING:
     from strata.kernels.cpu.conductor import Conductor
     from strata.kernels.cuda.program import Launch, Machine
 
-__all__ = ["WHOLE_EXPERTS", "HandedOver"]
+__all__ = ["HandedOver"]
 
 logger = logging.getLogger(__name__)
 
-# ``down`` waits in a launch for the half of an expert that is the CPU's; here nothing waits but before the sum.
-WHOLE_EXPERTS = "without the mailbox the host hands over whole experts"
 _POSTS = "round.route_"  # the launch that writes the CPU's part of a layer
 _WAITS = "round.combine"  # the launch that needs its answer
 

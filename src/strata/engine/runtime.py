@@ -24,7 +24,6 @@ from strata.engine.devices import (
     named_refusals,
     open_device,
 )
-from strata.engine.hand_over import WHOLE_EXPERTS
 from strata.engine.link_share import choose_link_share
 from strata.engine.load_memory import LoadMemory, take_memory
 from strata.engine.memory_use import MemoryUse, measure_use
@@ -245,7 +244,6 @@ class Runtime:
             heat=memory.heat,
             pcie_fraction=link_share,
             pcie_balance=requested.pcie_balance,
-            split_experts=requested.split_experts,
             injection=injection,
             progress=tell,
             taken=memory.experts,
@@ -344,15 +342,14 @@ class Runtime:
         exchange = check.microseconds if check is not None else None
         return RuntimeStatistics(self._ready_seconds, self._threads, exchange or 0.0, self._system.statistics())
 
-    def mailbox_effects(self) -> list[Effect]:
-        """What the mailbox's self-test said, and what became of what needs it; nothing where there was none."""
+    def mailbox_effect(self) -> Effect | None:
+        """What the mailbox's self-test said; None where there was none."""
         check = None if self.rounds is None else self.rounds.mailbox_check
         if check is None:
-            return []
+            return None
         if check.microseconds is None:
-            why = f"{check.reason}: the host hands over the CPU's part of each layer"
-            return [Effect("mailbox", False, why), Effect("split_experts", False, WHOLE_EXPERTS)]
-        return [Effect("mailbox", True, f"tested: {check.microseconds:.1f} us an exchange")]
+            return Effect("mailbox", False, f"{check.reason}: the host hands over the CPU's part of each layer")
+        return Effect("mailbox", True, f"tested: {check.microseconds:.1f} us an exchange")
 
     def _mailbox_words(self) -> str:
         microseconds = self.statistics().mailbox_microseconds

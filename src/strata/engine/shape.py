@@ -71,6 +71,5 @@ def _shape(
         kv_bytes_per_token=config.position_bytes(kv),
         round_bytes=max(1, whole - per_token * config.max_positions),
         round_bytes_per_token=per_token,
-        mailbox_bytes=mailbox_bytes(config.hidden, config.expert_intermediate, config.top_k, config.vocabulary)
-        + config.gathered_bytes(MAX_WINDOW),
+        mailbox_bytes=mailbox_bytes(config.hidden, config.top_k, config.vocabulary) + config.gathered_bytes(MAX_WINDOW),
     )

@@ -369,8 +369,6 @@ class _Measuring:
         }  # fmt: skip
         served = ", ".join(f"{name} {count * blob:,.1f} GB" for name, count in parts.items() if count)
         over = f"{found.alias_picks:,} picks read over the link, {found.swaps:,} swaps"
-        if found.split_experts:
-            over = f"{found.split_experts:,} split, their down ({blob / 3 * found.split_experts:,.1f} GB) and {over}"
         locked = f"{found.experts_pinned:,} page-locked, path {found.page_lock_path}"
         held = f"held: {found.experts_in_vram:,} experts in slots, {found.experts_in_ram:,} in RAM ({locked})"
         return [f"served since the start: {served}; {over}", held]

@@ -42,15 +42,13 @@ class DeviceDispatch:
         buffers: tuple[int, int] = (0, 0),
         pcie_fraction: float = 0.0,
         pcie_balance: bool = True,
-        split_experts: bool = False,
     ) -> None:
         """``mail``: host addresses of the mailbox's parts. ``buffers``: address and number of staging buffers for
         experts that are in the file alone."""
         self._store = store
         self._version = -1
         self._alias: NDArray[np.int64] | None = None  # as the device has it
-        scales = torch.from_numpy(source.scales)
-        self.tables = ExpertTables.on(device, scales, pcie_fraction, balance=pcie_balance, joint=split_experts)
+        self.tables = ExpertTables.on(device, torch.from_numpy(source.scales), pcie_fraction, balance=pcie_balance)
         nowhere = (store.slots.slot_of < 0) & (store.host_address == 0)  # swaps keep these where they are
         in_file = store.base_tier is Tier.FILE and bool(nowhere.any())
         checksums = source.checksums() if store.base_tier is Tier.MAPPED or in_file else None
@@ -109,11 +107,7 @@ class DeviceDispatch:
         by_tier[Tier.VRAM] += int(self._box.hits)
         by_tier[Tier.PINNED] += int(self._box.aliases)
         return DispatchCounters(
-            by_tier,
-            found.exchanges,
-            num_alias=int(self._box.aliases),
-            num_handed_over=found.settled,
-            num_split=found.joint,
+            by_tier, found.exchanges, num_alias=int(self._box.aliases), num_handed_over=found.settled
         )
 
     def close(self) -> None:

@@ -52,7 +52,6 @@ class DispatchCounters:
     num_alias: int = 0
     num_stale: int = 0
     num_handed_over: int = 0
-    num_split: int = 0
 
 
 class Dispatcher:

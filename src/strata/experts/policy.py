@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DECAY", "Swap", "choose_swaps", "decay_counts", "rank_experts", "split_pinned", "split_thirds"]
+__all__ = ["DECAY", "Swap", "choose_swaps", "decay_counts", "rank_experts", "split_pinned"]
 
 Heat = NDArray[np.float64]
 
@@ -86,16 +86,3 @@ def split_pinned(num_pinned: int, num_cpu: int, fraction: float, *, balance: boo
     """
     shared = num_pinned + num_cpu if balance else num_pinned
     return min(num_pinned, int((shared + 1) * fraction))
-
-
-def split_thirds(num_pinned: int, num_cpu: int, fraction: float, *, balance: bool = True) -> tuple[int, int]:
-    """The same where a device can multiply by down what the CPU made of gate and up: (experts that it reads whole,
-    experts of which it reads down alone).
-
-    Down is a third of an expert, so the link gets whole thirds, as many as end earliest. They are downs while there are
-    experts left, since the CPU has the rest of those meanwhile; after that each pair of thirds makes one more whole.
-    """
-    shared = num_pinned + num_cpu if balance else num_pinned
-    thirds = int((3 * shared + 1) * fraction)
-    whole = min(num_pinned, max(0, thirds - num_pinned) // 2)
-    return whole, min(num_pinned - whole, thirds)

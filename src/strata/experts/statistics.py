@@ -21,7 +21,6 @@ class ExpertStatistics:
     misses_mapped: int
     misses_file: int
     alias_picks: int  # page-locked misses that the device reads through their alias
-    split_experts: int  # page-locked misses of which the CPU computed gate and up, and the device down
     handed_over: int  # layers of a card's rounds whose CPU part the host handed over, where no mailbox works
     stale_generations: int
     direct_bytes: int  # page-locked RAM to device, by its own copies

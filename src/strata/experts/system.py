@@ -77,7 +77,6 @@ class ExpertSystem:
         heat: NDArray[np.float64],
         pcie_fraction: float,
         pcie_balance: bool,
-        split_experts: bool,
         injection: FaultInjection | None,
     ) -> None:
         self.plan = plan
@@ -98,7 +97,7 @@ class ExpertSystem:
         self._picks = np.zeros(heat.shape, np.int64)  # since the start, and since the last adaptation
         self._fresh_picks = np.zeros(heat.shape, np.int64)
         self._loaded_bytes = 0
-        self._pcie_fraction, self._pcie_balance, self._split_experts = pcie_fraction, pcie_balance, split_experts
+        self._pcie_fraction, self._pcie_balance = pcie_fraction, pcie_balance
         self._device: DeviceDispatch | None = None
         self._injection = injection
         self.dispatcher = Dispatcher(
@@ -127,7 +126,6 @@ class ExpertSystem:
         verify: bool = True,
         pcie_fraction: float = 0.0,
         pcie_balance: bool = True,
-        split_experts: bool = False,
         injection: FaultInjection | None = None,
         progress: Progress | None = None,
         taken: TakenMemory | None = None,
@@ -182,7 +180,6 @@ class ExpertSystem:
                 heat=heat.astype(np.float64),
                 pcie_fraction=pcie_fraction,
                 pcie_balance=pcie_balance,
-                split_experts=split_experts,
                 injection=injection,
             )
         try:
@@ -215,7 +212,6 @@ class ExpertSystem:
             buffers=reserve,
             pcie_fraction=self._pcie_fraction,
             pcie_balance=self._pcie_balance,
-            split_experts=self._split_experts,
         )
         self._owned.callback(self._device.close)
         self._device.refresh()
@@ -275,7 +271,6 @@ class ExpertSystem:
             misses_mapped=by_tier[Tier.MAPPED],
             misses_file=by_tier[Tier.FILE],
             alias_picks=dispatch.num_alias,
-            split_experts=dispatch.num_split,
             handed_over=dispatch.num_handed_over,
             stale_generations=dispatch.num_stale,
             direct_bytes=moved.direct_bytes,

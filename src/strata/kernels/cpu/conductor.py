@@ -18,13 +18,11 @@ import numpy.typing as npt
 from strata.kernels.cpu.library import check, declare
 from strata.quant.layout import ExpertLayout
 
-__all__ = ["PARTS", "Conductor", "ConductorCounters", "FileTables", "RamTables"]
+__all__ = ["Conductor", "ConductorCounters", "FileTables", "RamTables"]
 
 _FORMATS = {"nvfp4": 0, "q8_0": 1, "bf16": 2}
 _FAULTS = {"sleep": 1, "die": 2, "abort": 3}
 _KINDS = 8
-# Of the mailbox, in the order of StrataConductorConfig.
-PARTS = ("box", "x", "tasks", "rows", "slots", "out", "inner", "inner_scales", "flags")
 LATE_MS = 10_000  # how long a round waits for the worker to come back from one that was given up
 
 
@@ -54,14 +52,13 @@ class FileTables:
 
 @dataclass(frozen=True)
 class ConductorCounters:
-    """Since the start. ``by_kind``: experts computed; ``settled``: exchanges that ``settle`` has waited for; ``joint``:
-    experts of which only gate and up were computed; seconds of polling in rounds and of computing."""
+    """Since the start. ``by_kind``: experts computed; ``settled``: exchanges that ``settle`` has waited for; seconds of
+    polling in rounds and of computing."""
 
     exchanges: int
     file_reads: int
     restarts: int
     settled: int
-    joint: int
     by_kind: tuple[int, ...]
     wait_seconds: float
     work_seconds: float
@@ -69,7 +66,7 @@ class ConductorCounters:
 
 class _Config(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in PARTS),
+        *((name, ctypes.c_void_p) for name in ("mailbox", "x", "tasks", "rows", "slots", "out", "flags")),
         *((name, ctypes.c_int64) for name in ("hidden", "intermediate", "format", "most_rows", "most_picks")),
         *((name, ctypes.c_int64) for name in ("num_layers", "num_experts")),
         *((name, ctypes.c_void_p) for name in ("address", "kind", "scales", "checked", "checksum", "file", "offset")),
@@ -81,7 +78,7 @@ class _Config(ctypes.Structure):
 
 class _Counters(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("exchanges", "file_reads", "restarts", "settled", "joint")),
+        *((name, ctypes.c_int64) for name in ("exchanges", "file_reads", "restarts", "settled")),
         ("by_kind", ctypes.c_int64 * _KINDS),
         *((name, ctypes.c_int64) for name in ("wait_ns", "work_ns")),
     )
@@ -105,7 +102,7 @@ class Conductor:
         ram: RamTables,
         file: FileTables | None = None,
     ) -> None:
-        """``parts``: host addresses of the mailbox's box, x, tasks, rows, slots, out, inner, inner_scales and flags."""
+        """``parts``: host addresses of the mailbox's box, x, tasks, rows, slots, out and flags."""
         num_layers, num_experts, _ = ram.scales.shape
         self._kept = (ram, file)  # native code reads these arrays
 
@@ -114,7 +111,7 @@ class Conductor:
             return None if array is None else array.ctypes.data
 
         self._config = _Config(
-            *(parts[name] for name in PARTS),
+            *(parts[name] for name in ("box", "x", "tasks", "rows", "slots", "out", "flags")),
             layout.hidden, layout.intermediate, _FORMATS[layout.format], most_rows, most_picks,
             num_layers, num_experts,
             address(ram.address), address(ram.kind), address(ram.scales), address(ram.checked), address(ram.checksum),
@@ -155,7 +152,7 @@ class Conductor:
         found = _Counters()
         _function("counters", ctypes.c_void_p, ctypes.c_void_p)(self._handle, ctypes.byref(found))
         return ConductorCounters(
-            found.exchanges, found.file_reads, found.restarts, found.settled, found.joint, tuple(found.by_kind),
+            found.exchanges, found.file_reads, found.restarts, found.settled, tuple(found.by_kind),
             found.wait_ns / 1e9, found.work_ns / 1e9,
         )  # fmt: skip
 

@@ -2,12 +2,11 @@
 // wherever an address points (a slot in VRAM or the alias of page-locked RAM). Compiled at run time by NVRTC. No fast
 // math; no contraction (--fmad=false), fused multiply-adds are explicit.
 #include "exact.h"
-#include "answer.h"
+#include "device.h"
 #include "expert_work.h"
 
 using namespace strata::experts;
 namespace device = strata::device;
-using strata::round::RoundState;
 
 struct __align__(16) Task {  // as in csrc/cpu/expert.cpp
     unsigned long long blob;
@@ -19,17 +18,6 @@ struct Shape {
     int hidden, intermediate;
     int wide, narrow;  // superblocks of a row of gate and up, of down
     int pairs;         // of groups of down that a block computes
-};
-
-// What the CPU makes of gate and up of joint tasks: codes and scales of each of its picks in the host's memory, and the flag
-// of the only row; where they go in the device's. `box` null: there are no such tasks.
-struct Joint {
-    StrataMailbox* box;
-    RoundState* state;
-    const uint4 *codes, *scales;
-    const unsigned char* flags;
-    uint4 *own_codes, *own_scales;
-    int layer, exchange;
 };
 
 // Codes and scale of 16 values held by 16 neighbouring lanes. Returns whether all are finite.
@@ -70,12 +58,11 @@ __device__ __forceinline__ float gated(const Shape& shape, float total) {
 }
 
 // The block's task. Returns whether there is one.
-__device__ __forceinline__ bool read_task(const Task* tasks, const int* num_tasks, Task& task, bool* joint = nullptr) {
+__device__ __forceinline__ bool read_task(const Task* tasks, const int* num_tasks, Task& task) {
     // All reads are under way at once, before it is known that there is such a task.
     const uint4 *from = reinterpret_cast<const uint4*>(tasks + blockIdx.y);
     const uint4 first = load_now(from), second = load_now(from + 1);
     const int number = num_tasks != nullptr ? *num_tasks : static_cast<int>(gridDim.y);
-    const int joints = joint != nullptr && num_tasks != nullptr ? num_tasks[4] : 0;
     task.blob = static_cast<unsigned long long>(first.y) << 32 | first.x;
     task.scales[0] = float_of(first.z);
     task.scales[1] = float_of(first.w);
@@ -83,9 +70,7 @@ __device__ __forceinline__ bool read_task(const Task* tasks, const int* num_task
     task.first = static_cast<int>(second.y);
     task.count = static_cast<int>(second.z);
     task.row = static_cast<int>(second.w);
-    const int at = static_cast<int>(blockIdx.y);
-    if (joint != nullptr) *joint = at >= number;
-    return at < number + joints;
+    return static_cast<int>(blockIdx.y) < number;
 }
 
 template <class Format>
@@ -175,52 +160,17 @@ __device__ __forceinline__ void write_down(const Shape& shape, const Task& task,
     }
 }
 
-// Waits until the CPU has done its half of the joint tasks, whose downs come over the link meanwhile. By all threads. The
-// block that hears of it brings all that the CPU made to the device: readings of one line of the host's memory by every
-// block follow one another. Where no answer comes the round is given up, and the block's products become zeros.
-__device__ __noinline__ bool await_half(const Shape& shape, const Joint& joint, const Task* tasks, const int* num_tasks,
-                                        int slot, float* out, unsigned char* flags) {
-    using strata::round::Answer;
-    __shared__ Answer found;
-    const unsigned wanted = strata::round::number_of(joint.state, joint.exchange);
-    if (threadIdx.x == 0)
-        found = strata::round::await_answer(joint.layer, wanted, joint.box, joint.state, &joint.state->halves);
-    __syncthreads();
-    if (found == Answer::kTold) return true;
-    if (found == Answer::kHeard) {
-        const int first = num_tasks[0], codes = shape.narrow * 4, pieces = shape.narrow * 5;
-        for (int at = threadIdx.x; at < num_tasks[4] * pieces; at += blockDim.x) {
-            const Task& task = tasks[first + at / pieces];
-            const int piece = at % pieces;
-            if (piece < codes)
-                joint.own_codes[task.first * codes + piece] = joint.codes[task.row * codes + piece];
-            else
-                joint.own_scales[task.first * shape.narrow + piece - codes] =
-                    joint.scales[task.row * shape.narrow + piece - codes];
-        }
-        if (threadIdx.x == 0 && joint.flags[0] != 0) flags[0] = 1;
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) device::tell(&joint.state->halves.told, wanted);
-        return true;
-    }
-    const int first = blockIdx.x * shape.pairs * 32, end = min(shape.hidden, first + shape.pairs * 32);
-    for (int i = first + threadIdx.x; i < end; i += blockDim.x) out[static_cast<long long>(slot) * shape.hidden + i] = 0.0f;
-    return false;
-}
-
 // Must be the launch after gate and up. It reads its task and asks for its first weights while they are computed, which
 // it may because they let it start only when the launch before them, which wrote the tasks, is complete.
 template <class Format>
 __device__ __forceinline__ void down(const Shape& shape, const Task* tasks, const int* row_of, const int* slots,
                                      const signed char* inner, const float* inner_scales, float* out,
-                                     unsigned char* flags, const int* num_tasks, const Joint& joint) {
+                                     unsigned char* flags, const int* num_tasks) {
     extern __shared__ uint4 memory[];
     __shared__ int slot_of[kRows];
     Task task;
-    bool is_joint = false;
     device::let_next_start();
-    if (!read_task(tasks, num_tasks, task, &is_joint)) {
+    if (!read_task(tasks, num_tasks, task)) {
         device::wait_for_previous();
         return;
     }
@@ -230,7 +180,6 @@ __device__ __forceinline__ void down(const Shape& shape, const Task* tasks, cons
     for (int first = 0; first < task.count; first += kRows) {
         pipe.begin(work);
         if (first == 0) device::wait_for_previous();
-        if (is_joint && !await_half(shape, joint, tasks, num_tasks, slots[task.first], out, flags)) return;
         const int rows = min(kRows, task.count - first);
         stage_zeros(memory);
         if (threadIdx.x < rows) slot_of[threadIdx.x] = slots[task.first + first + threadIdx.x];
@@ -264,10 +213,9 @@ __device__ __forceinline__ void down(const Shape& shape, const Task* tasks, cons
         gate_up<FORMAT>(shape, tasks, rows, x, x_scales, inner, inner_scales, flags, num_tasks);                      \
     }                                                                                                                 \
     extern "C" __global__ void __launch_bounds__(320, 2)                                                              \
-        NAME##_down(const __grid_constant__ Shape shape, const Task* tasks, const int* rows, const int* slots, const signed char* inner,      \
-                    const float* inner_scales, float* out, unsigned char* flags, const int* num_tasks,                \
-                    const __grid_constant__ Joint joint) {                                                                       \
-        down<FORMAT>(shape, tasks, rows, slots, inner, inner_scales, out, flags, num_tasks, joint);                   \
+        NAME##_down(Shape shape, const Task* tasks, const int* rows, const int* slots, const signed char* inner,      \
+                    const float* inner_scales, float* out, unsigned char* flags, const int* num_tasks) {              \
+        down<FORMAT>(shape, tasks, rows, slots, inner, inner_scales, out, flags, num_tasks);                          \
     }
 
 STRATA_EXPERT_KERNELS(nvfp4, Nvfp4)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from strata.errors import EngineError
-from strata.kernels.cuda.experts import Joint, down_launch, gate_up_launch, shape_of
+from strata.kernels.cuda.experts import down_launch, gate_up_launch, shape_of
 from strata.kernels.cuda.mailbox import Mailbox
 from strata.kernels.cuda.ops import CudaOps
 from strata.kernels.cuda.program import MAX_WINDOW
@@ -29,7 +29,7 @@ _MOST_PICKS = 256  # kMostPicks of round.cu
 _TASK_BYTES = 32
 _QUANTISERS = 8  # blocks that quantise a row: kQuantisers of round.cu
 _ROUTE_ROOM = 24 << 10  # bytes of shared memory that the first launch takes for itself
-STATE_WORDS = 16  # RoundState of answer.h
+STATE_WORDS = 14  # RoundState of round.cu
 
 
 class _PostShape(ctypes.Structure):
@@ -37,7 +37,6 @@ class _PostShape(ctypes.Structure):
         *((n, ctypes.c_int) for n in ("hidden", "padded", "rows", "top_k", "layer", "exchange", "num_experts")),
         ("balance", ctypes.c_int),
         ("fraction", ctypes.c_float),
-        ("joint", ctypes.c_int),
     )
 
 
@@ -69,8 +68,7 @@ class ExpertTables:
     """In device memory, of all experts: ``where`` int64 [L, E], an address in device memory or 0; ``alias`` int64
     [L, E], the device's address of a page-locked copy or 0; ``scales`` FP32 [L, E, 3]; ``counts`` int32 [L, E], to
     which every pick is added. ``fraction`` of the misses are read over the link, of all of them if ``balance``, else
-    of those with an alias (``experts.policy.split_pinned``). ``joint``: of rounds of one row in thirds of an
-    expert, so that the device multiplies by down what the CPU made of gate and up (``split_thirds``)."""
+    of those with an alias (``experts.policy.split_pinned``)."""
 
     where: torch.Tensor
     alias: torch.Tensor
@@ -78,12 +76,9 @@ class ExpertTables:
     counts: torch.Tensor
     fraction: float = 0.0
     balance: bool = True
-    joint: bool = False
 
     @classmethod
-    def on(
-        cls, device: torch.device, scales: torch.Tensor, fraction: float, *, balance: bool, joint: bool = False
-    ) -> ExpertTables:
+    def on(cls, device: torch.device, scales: torch.Tensor, fraction: float, *, balance: bool) -> ExpertTables:
         """Tables in which nothing is on the device. ``scales`` FP32 [L, E, 3]."""
         shape = scales.shape[:2]
 
@@ -91,12 +86,12 @@ class ExpertTables:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         scales = scales.contiguous().to(device)
-        return cls(zeros(torch.int64), zeros(torch.int64), scales, zeros(torch.int32), fraction, balance, joint)
+        return cls(zeros(torch.int64), zeros(torch.int64), scales, zeros(torch.int32), fraction, balance)
 
 
 @dataclass(frozen=True, eq=False)
 class RoundMemory:
-    """What rounds share in device memory: ``state`` (RoundState of answer.h) and a non-finite flag a row."""
+    """What rounds share in device memory: ``state`` (RoundState of round.cu) and a non-finite flag a row."""
 
     state: torch.Tensor
     flags: torch.Tensor
@@ -140,9 +135,7 @@ class ExpertStep:
         self._tasks = program.empty(picks, _TASK_BYTES, dtype=torch.uint8)
         self._pick_rows = program.empty(picks, dtype=torch.int32)
         self._pick_slots = program.empty(picks, dtype=torch.int32)
-        self._num_tasks = program.zeros(5, dtype=torch.int32)
-        # Of one row alone; BF16 experts hand over FP32 activations, which nobody stages from the host's memory.
-        self._has_joint = tables.joint and rows == 1 and layout.format != "bf16"
+        self._num_tasks = program.zeros(4, dtype=torch.int32)
         self._by_cpu = program.zeros(picks, dtype=torch.uint8)
 
     def __call__(self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
@@ -153,7 +146,7 @@ class ExpertStep:
         exchange = self.exchanges
         self.exchanges += 1
         self._route(layer, exchange, x_TH, ids_TK)
-        self._compute(layer, exchange, x_TH)
+        self._compute(x_TH)
         y_TH = program.empty(self._rows, layout.hidden)
         blocks = max(-(-layout.hidden // _COMBINE_THREADS), program.multiprocessors // self._rows)  # some only bring
         # The latest is filled first: what is brought while the CPU computes is what other launches have no time for.
@@ -187,7 +180,7 @@ class ExpertStep:
             f"round.route_{part.name}", (blocks,), threads,
             _PostShape(
                 layout.hidden, self._shape.wide * 64, self._rows, self._top_k, layer, exchange, self._num_experts,
-                int(tables.balance), tables.fraction, int(self._has_joint),
+                int(tables.balance), tables.fraction,
             ),
             _PostTables(*(t.data_ptr() for t in (tables.where, tables.alias, tables.scales, tables.counts))),
             _PostList(
@@ -198,22 +191,14 @@ class ExpertStep:
             ops.ahead(_AHEAD_BYTES, blocks), shared=part.shared,
         )  # fmt: skip
 
-    def _compute(self, layer: int, exchange: int, x_TH: torch.Tensor) -> None:
-        layout, shape, flags, mail = self._layout, self._shape, self._memory.flags, self._mailbox
+    def _compute(self, x_TH: torch.Tensor) -> None:
+        layout, shape, flags = self._layout, self._shape, self._memory.flags
         picks = self._rows * self._top_k
         if layout.format == "bf16":
             rows: tuple[torch.Tensor, ...] = (x_TH,)
             inner: tuple[torch.Tensor, ...] = (self._inner,)
-            joint: tuple[Joint, ...] = ()
         else:
             rows, inner = (self._codes, self._scales), (self._inner, self._inner_scales)
-            joint = (
-                Joint(
-                    mail.device("box"), self._memory.state.data_ptr(), mail.device("inner"),
-                    mail.device("inner_scales"), mail.device("flags"), self._inner.data_ptr(),
-                    self._inner_scales.data_ptr(), layer, exchange,
-                ),
-            )  # fmt: skip
         one, other = gate_up_launch(shape), down_launch(shape)
         self._program.launch(
             f"expert.{layout.format}_gate_up", (one.blocks, picks), one.threads,
@@ -221,6 +206,6 @@ class ExpertStep:
         )  # fmt: skip
         self._program.launch(
             f"expert.{layout.format}_down", (other.blocks, picks), other.threads,
-            shape, self._tasks, self._pick_rows, self._pick_slots, *inner, self._parts, flags, self._num_tasks, *joint,
+            shape, self._tasks, self._pick_rows, self._pick_slots, *inner, self._parts, flags, self._num_tasks,
             shared=other.shared,
         )  # fmt: skip

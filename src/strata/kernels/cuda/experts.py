@@ -16,16 +16,7 @@ from strata.errors import EngineError
 from strata.kernels.cuda.compile import KernelSource, compile_source
 from strata.quant.layout import ExpertLayout
 
-__all__ = [
-    "CudaExpertKernel",
-    "ExpertLaunch",
-    "ExpertScratch",
-    "Joint",
-    "Shape",
-    "down_launch",
-    "gate_up_launch",
-    "shape_of",
-]
+__all__ = ["CudaExpertKernel", "ExpertLaunch", "ExpertScratch", "Shape", "down_launch", "gate_up_launch", "shape_of"]
 
 _ROWS_AT_ONCE = 4
 _PLAIN_SHARED = 48 << 10  # bytes of dynamic shared memory that a block gets without asking
@@ -41,15 +32,6 @@ class Shape(ctypes.Structure):
     rows of down that a block computes."""
 
     _fields_ = [(name, ctypes.c_int) for name in ("hidden", "intermediate", "wide", "narrow", "pairs")]
-
-
-class Joint(ctypes.Structure):
-    """``Joint`` of expert.cu: where the CPU's half of an expert lies, and how to wait for it. Zeros: there is none."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("box", "state", "codes", "scales", "flags", "own_codes", "own_scales")),
-        *((name, ctypes.c_int) for name in ("layer", "exchange")),
-    )
 
 
 @dataclass(frozen=True)
@@ -137,9 +119,8 @@ class CudaExpertKernel:
         values = (shape, tasks, rows, codes, scales, inner, inner_scales, flags, 0)
         types = (None, *_types("pppppppp"))
         self._launch("gate_up", (one.blocks, num_tasks), one.threads, one.shared, (values, types), stream)
-        more = (shape, tasks, rows, slots, inner, inner_scales, out, flags, 0, Joint())
-        both = (more, (*types, None))
-        self._launch("down", (other.blocks, num_tasks), other.threads, other.shared, both, stream)
+        values = (shape, tasks, rows, slots, inner, inner_scales, out, flags, 0)
+        self._launch("down", (other.blocks, num_tasks), other.threads, other.shared, (values, types), stream)
 
     def combine(self, parts: int, weights: int, rows: int, k: int, y: int, flags: int, stream: int = 0) -> None:
         """y[row] = sum over k in order of weights[row, k] * parts[row, k]."""

@@ -6,10 +6,9 @@
 // never more than one exchange under way, so one set of arrays serves all layers. Whoever sees `abort` stops waiting.
 #pragma once
 
-// An expert of the CPU's list and its picks [first, first + count). `joint`, not zero: its gate and up alone, whose coded
-// results the GPU multiplies by down; the picks have no other answer.
+// An expert of the CPU's list and its picks [first, first + count).
 struct StrataMailTask {
-    int expert, first, count, joint;
+    int expert, first, count;
 };
 
 struct StrataMailbox {

@@ -19,7 +19,7 @@ __all__ = ["INPUT_WORDS", "Box", "Mailbox", "mailbox_bytes"]
 
 Number = TypeVar("Number", bound=np.generic)
 _LINE = 64
-TASK_BYTES = 16  # StrataMailTask
+TASK_BYTES = 12  # StrataMailTask
 INPUT_WORDS = MAX_WINDOW + 4  # of a round: position, accepted rows, turn, ids, ticket
 
 
@@ -41,8 +41,8 @@ class Box(ctypes.Structure):
     )
 
 
-def _sizes(hidden: int, intermediate: int, top_k: int, vocabulary: int, input_words: int) -> dict[str, int]:
-    picks, narrow = MAX_WINDOW * top_k, -(-intermediate // 64)
+def _sizes(hidden: int, top_k: int, vocabulary: int, input_words: int) -> dict[str, int]:
+    picks = MAX_WINDOW * top_k
     return {
         "box": ctypes.sizeof(Box),
         "x": MAX_WINDOW * hidden * 4,
@@ -50,8 +50,6 @@ def _sizes(hidden: int, intermediate: int, top_k: int, vocabulary: int, input_wo
         "rows": picks * 4,
         "slots": picks * 4,
         "out": picks * hidden * 4,
-        "inner": top_k * narrow * 64,
-        "inner_scales": top_k * narrow * 16,
         "flags": MAX_WINDOW,
         "inputs": (2 + input_words) * 4,
         "best": MAX_WINDOW * 4,
@@ -64,25 +62,22 @@ def _whole_lines(nbytes: int) -> int:
     return -(-nbytes // _LINE) * _LINE
 
 
-def mailbox_bytes(hidden: int, intermediate: int, top_k: int, vocabulary: int) -> int:
+def mailbox_bytes(hidden: int, top_k: int, vocabulary: int) -> int:
     """Page-locked RAM that a mailbox of ``INPUT_WORDS`` takes."""
-    return sum(map(_whole_lines, _sizes(hidden, intermediate, top_k, vocabulary, INPUT_WORDS).values()))
+    return sum(map(_whole_lines, _sizes(hidden, top_k, vocabulary, INPUT_WORDS).values()))
 
 
 class Mailbox:
     """Owns the memory until ``close``. ``device(name)`` is where the device sees a part.
 
     Parts: ``box``; ``x`` FP32 [W, H]; ``tasks``, ``rows``, ``slots`` of the CPU's list; ``out`` FP32 [W * K, H];
-    ``inner`` int8 and ``inner_scales`` FP32, of the K picks of one row: coded activations between up and down;
     ``flags`` uint8 [W]; ``inputs`` int32 (ticket, limit in microseconds, then the words that the device copies);
     ``best`` int32 [W], ``row_flags`` uint8 [W], ``logits`` FP32 [W, V]: what a round answers. W is ``MAX_WINDOW``.
     """
 
-    def __init__(
-        self, backend: Backend, hidden: int, intermediate: int, top_k: int, vocabulary: int, input_words: int
-    ) -> None:
+    def __init__(self, backend: Backend, hidden: int, top_k: int, vocabulary: int, input_words: int) -> None:
         self._offsets, total = {}, 0
-        for name, nbytes in _sizes(hidden, intermediate, top_k, vocabulary, input_words).items():
+        for name, nbytes in _sizes(hidden, top_k, vocabulary, input_words).items():
             self._offsets[name] = total
             total += _whole_lines(nbytes)
         self.nbytes = total

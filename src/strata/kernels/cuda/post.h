@@ -4,7 +4,8 @@
 // Nothing here is timed or chosen by load: who computes an expert is a function of the tables and the picks.
 #pragma once
 #include "exact.h"
-#include "answer.h"
+#include "mailbox.h"
+#include "device.h"
 #include "router.h"
 
 namespace strata {
@@ -13,6 +14,18 @@ namespace round {
 using namespace strata::exact;
 
 constexpr int kMostPicks = 256, kMostExperts = 512;
+
+// Of a round, in device memory.
+struct RoundState {
+    unsigned base;     // number of the first exchange
+    unsigned aborted;  // kAborted..., sticky until the next round
+    int aborted_layer;
+    unsigned told;   // number of the exchange whose answer is there
+    unsigned asked;  // number of the exchange that a block waits for
+    unsigned unused;
+    unsigned long long deadline;
+    unsigned long long hits, aliases, others;
+};
 
 struct Task {  // as in expert.cu
     unsigned long long blob;
@@ -23,7 +36,6 @@ struct Task {  // as in expert.cu
 struct PostShape {
     int hidden, padded, rows, top_k, layer, exchange, num_experts, balance;
     float fraction;  // of the misses that the GPU reads over the link
-    int joint;       // not zero: of some of them its down alone, with what the CPU made of gate and up
 };
 
 // Where the parts of a post lie. `where` [L*E]: the address of an expert in a slot, or 0. `alias` [L*E]: the device's
@@ -34,9 +46,8 @@ struct PostTables {
     unsigned* counts;
 };
 
-// The GPU's own list, in device memory. `num_tasks` [5]: its tasks, those of them in slots, the CPU's tasks and picks, and
-// the joint tasks, which lie behind the GPU's own: their gate and up are the CPU's, `row` is their pick in the CPU's list.
-// `by_cpu` [picks]: who computes a pick.
+// The GPU's own list, in device memory. `num_tasks` [4]: its tasks, those of them in slots, the CPU's tasks and picks.
+// `by_cpu` [picks]: 1 where the CPU computes a pick.
 struct PostList {
     Task* tasks;
     int *rows, *slots, *num_tasks;
@@ -52,8 +63,7 @@ struct PostMail {
 
 constexpr int kQuantisers = 8;  // blocks of a row: expert_step.py
 
-enum Class : int { kAlias = 0, kHit = 1, kCpu = 2, kJoint = 3 };
-enum By : unsigned char { kOwn = 0, kMailed = 1, kBoth = 2 };
+enum Class : int { kAlias = 0, kHit = 1, kCpu = 2 };
 
 // Codes and scale of 16 values held by 16 neighbouring lanes, as expert.cu's.
 __device__ __forceinline__ bool quantise_lanes(float x, signed char* code, float* scale) {
@@ -95,7 +105,7 @@ __device__ void list_pick(const PostShape& shape, const PostTables& tables, cons
         same += expert_of[q] == expert;
         same_before += expert_of[q] == expert && q < p;
     }
-    list.by_cpu[p] = cpu ? kMailed : kOwn;
+    list.by_cpu[p] = cpu;
     int* rows = cpu ? mail.rows : list.rows;
     int* slots = cpu ? mail.slots : list.slots;
     rows[before + same_before] = p / shape.top_k;
@@ -106,7 +116,7 @@ __device__ void list_pick(const PostShape& shape, const PostTables& tables, cons
     if (leads[p]) {
         atomicAdd(totals + chosen, 1);
         if (cpu) {
-            mail.tasks[task] = {expert, before, same, 0};
+            mail.tasks[task] = {expert, before, same};
         } else {
             Task made;
             made.blob = chosen == kHit ? tables.where[flat] : tables.alias[flat];
@@ -124,15 +134,6 @@ __device__ void list_pick(const PostShape& shape, const PostTables& tables, cons
 __device__ __forceinline__ int taken_of(const PostShape& shape, int pinned, int others) {
     const int shared = shape.balance ? pinned + others : pinned;
     return static_cast<int>(static_cast<double>(shared + 1) * static_cast<double>(shape.fraction));
-}
-
-// The same in thirds of an expert, which its down is: how many experts the GPU takes whole, and of how many more the down
-// (`split_thirds`).
-__device__ __forceinline__ void thirds_of(const PostShape& shape, int pinned, int others, int* whole, int* joint) {
-    const int shared = shape.balance ? pinned + others : pinned;
-    const int thirds = static_cast<int>(static_cast<double>(3 * shared + 1) * static_cast<double>(shape.fraction));
-    *whole = min(pinned, max(0, thirds - pinned) / 2);
-    *joint = min(pinned - *whole, thirds);
 }
 
 // Sorts the picks into the three lists. By one block, a thread a pick.
@@ -168,7 +169,6 @@ __device__ void split_picks(const PostShape& shape, const PostTables& tables, co
         list.num_tasks[1] = totals[kHit];
         list.num_tasks[2] = totals[kCpu];
         list.num_tasks[3] = totals[3];
-        list.num_tasks[4] = 0;
     }
 }
 
@@ -255,47 +255,34 @@ __device__ int split_row(const PostShape& shape, const PostTables& tables, const
             const int other = __shfl_sync(all, expert, q);
             rank += (pinned >> q & 1u) != 0 && other < expert;
         }
-        const int others = __popc(__ballot_sync(all, chosen == kCpu));
-        int whole = 0, joint = 0;
-        if (shape.joint != 0)
-            thirds_of(shape, __popc(pinned), others, &whole, &joint);
-        else
-            whole = taken_of(shape, __popc(pinned), others);
-        if (chosen == kAlias && rank >= whole) chosen = rank < whole + joint ? kJoint : kCpu;
+        const int taken = taken_of(shape, __popc(pinned), __popc(__ballot_sync(all, chosen == kCpu)));
+        if (chosen == kAlias && rank >= taken) chosen = kCpu;
     }
-    const unsigned aliases = __ballot_sync(all, chosen == kAlias), hits = __ballot_sync(all, chosen == kHit);
-    const unsigned joints = __ballot_sync(all, chosen == kJoint), mailed = __ballot_sync(all, chosen == kCpu) | joints;
-    const unsigned own = chosen == kAlias ? aliases : chosen == kHit ? hits : joints;
-    const int num_hits = __popc(hits), num_aliases = __popc(aliases), num_cpu = __popc(mailed);
-    int listed = chosen == kAlias ? 0 : chosen == kHit ? num_aliases : num_aliases + num_hits, posted = 0;
+    const unsigned aliases = __ballot_sync(all, chosen == kAlias), cpus = __ballot_sync(all, chosen == kCpu);
+    const unsigned hits = __ballot_sync(all, chosen == kHit), same = chosen == kAlias ? aliases : chosen == kHit ? hits : cpus;
+    int before = chosen == kHit ? __popc(aliases) : 0;  // of its own list
 #pragma unroll 5
     for (int q = 0; q < picks; ++q) {
         const int other = __shfl_sync(all, expert, q);
-        listed += (own >> q & 1u) != 0 && other < expert;
-        posted += (mailed >> q & 1u) != 0 && other < expert;
+        before += (same >> q & 1u) != 0 && other < expert;
     }
     if (is_pick) {
-        const bool cpu = chosen == kCpu || chosen == kJoint;
-        list.by_cpu[p] = chosen == kCpu ? kMailed : chosen == kJoint ? kBoth : kOwn;
+        const bool cpu = chosen == kCpu;
+        list.by_cpu[p] = cpu;
+        (cpu ? mail.rows : list.rows)[before] = 0;
+        (cpu ? mail.slots : list.slots)[before] = p;
         atomicAdd(tables.counts + flat, 1u);
-        if (cpu) {
-            mail.rows[posted] = 0;
-            mail.slots[posted] = p;
-            mail.tasks[posted] = {expert, posted, 1, chosen == kJoint};
-        }
-        if (chosen != kCpu) {
-            list.rows[listed] = 0;
-            list.slots[listed] = p;
-            list.tasks[listed] = {chosen == kHit ? where : alias, {scales[0], scales[1], scales[2]}, listed, 1,
-                                  chosen == kJoint ? posted : 0};
-        }
+        if (cpu)
+            mail.tasks[before] = {expert, before, 1};
+        else
+            list.tasks[before] = {chosen == kHit ? where : alias, {scales[0], scales[1], scales[2]}, before, 1, 0};
     }
+    const int num_hits = __popc(hits), num_aliases = __popc(aliases), num_cpu = __popc(cpus);
     if (p == 0) {
         list.num_tasks[0] = num_aliases + num_hits;
         list.num_tasks[1] = num_hits;
         list.num_tasks[2] = num_cpu;
         list.num_tasks[3] = num_cpu;
-        list.num_tasks[4] = __popc(joints);
         count(state, num_hits, num_aliases, num_cpu);
     }
     return num_cpu;

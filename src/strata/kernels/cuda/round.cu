@@ -28,7 +28,7 @@ extern "C" __global__ void begin(const int* host, int* inputs, int count, RoundS
         state->base = static_cast<unsigned>(host[0]) * static_cast<unsigned>(exchanges + 1);
         state->aborted = 0;
         state->aborted_layer = -1;
-        state->sums = state->halves = {state->base, state->base};
+        state->told = state->asked = state->base;
         state->deadline =
             device::nanoseconds() + static_cast<unsigned long long>(static_cast<unsigned>(host[1])) * 1000ull;
     }
@@ -70,6 +70,32 @@ struct CombineShape {
     int hidden, top_k, layer, exchange;
 };
 
+// Waits for the CPU's part of the layer; thread 0 of a block. Readings of one word of the host's memory follow one another,
+// each about a microsecond after the last, so forty blocks that look at it would learn of the answer one by one. The first
+// block that comes here looks, sets `asks`, and tells the others in device memory. Returns false when the round is given up.
+__device__ bool await_answer(const CombineShape& shape, StrataMailbox* box, RoundState* state, int* asks) {
+    const unsigned wanted = state->base + static_cast<unsigned>(shape.exchange) + 1u;
+    *asks = atomicExch(&state->asked, wanted) != wanted;
+    while (*asks == 0) {
+        if (device::hear(&state->told) == wanted) return true;
+        if (device::hear(&state->aborted) != 0) return false;
+        device::pause();
+    }
+    if (device::hear(&state->aborted) != 0) return false;
+    for (;; device::pause()) {
+        const uint2 answer = device::load_pair_acquire(&box->done);  // done, abort
+        if (answer.x == wanted) {
+            device::tell(&state->told, wanted);
+            return true;
+        }
+        if (answer.y != 0 || device::nanoseconds() > state->deadline) {
+            state->aborted_layer = shape.layer;
+            device::tell(&state->aborted, answer.y != 0 ? kAbortedByHost : kAbortedByDeadline);
+            return false;
+        }
+    }
+}
+
 // What both sides write in a probe: numbers that belong to the exchange, exact in FP32.
 __device__ __forceinline__ float probe_value(unsigned number, int i) {
     return static_cast<float>((number * 2654435761u + static_cast<unsigned>(i) * 40503u) >> 8);
@@ -91,7 +117,8 @@ extern "C" __global__ void probe(StrataMailbox* box, RoundState* state, int exch
         box->num_tasks = box->num_picks = 0;
         box->num_rows = 1;
         device::store_release(&box->posted, number);
-        answered = await_answer(kProbeLayer, number, box, state, &state->sums) != Answer::kNone;
+        int asks = 0;
+        answered = await_answer({count, 0, kProbeLayer, exchange}, box, state, &asks);
     }
     __syncthreads();
     const unsigned long long heard = device::nanoseconds();
@@ -111,7 +138,7 @@ extern "C" __global__ void combine(CombineShape shape, StrataMailbox* box, Round
                                    const unsigned char* mailed_flags, const float* weights, float* y,
                                    unsigned char* flags, const device::Ahead ahead, const device::Ahead idle) {
     constexpr int kBatch = 10;
-    __shared__ int some, mails, answered, asks;
+    __shared__ int some, answered, asks;
     __shared__ unsigned char by_pick[kMostPicks];
     __shared__ float weight_of[kMostPicks];
     const int row = blockIdx.x, k = shape.top_k, rows = gridDim.x;
@@ -126,16 +153,12 @@ extern "C" __global__ void combine(CombineShape shape, StrataMailbox* box, Round
             weight_of[part] = weights[row * k + part];
         }
         some = __any_sync(0xFFFFFFFFu, mine);
-        mails = __any_sync(0xFFFFFFFFu, mine & kMailed);
     }
     __syncthreads();
     if (some != 0) device::bring(idle);  // the CPU takes longer than that
     if (!only_brings && threadIdx.x == 0) {
-        const unsigned wanted = number_of(state, shape.exchange);
-        const Answer found = mails != 0 ? await_answer(shape.layer, wanted, box, state, &state->sums) : Answer::kNone;
-        asks = found == Answer::kHeard;
-        answered = found != Answer::kNone;
-        if (asks != 0) device::tell(&state->sums.told, wanted);
+        asks = 0;
+        answered = some != 0 && await_answer(shape, box, state, &asks);
     }
     device::wait_for_previous();
     if (only_brings) return;
@@ -150,7 +173,7 @@ extern "C" __global__ void combine(CombineShape shape, StrataMailbox* box, Round
 #pragma unroll
             for (int part = 0; part < kBatch; ++part) {
                 if (first + part >= k) break;
-                const bool is_mailed = by_pick[first + part] == kMailed;
+                const bool is_mailed = by_pick[first + part] != 0;
                 value[part] = 0.0f;
                 if (!is_mailed || answered)
                     value[part] = (is_mailed ? mailed : parts)[static_cast<long long>(row * k + first + part) * shape.hidden + i];
