@@ -183,7 +183,8 @@ def test_ready_is_measured_in_a_process_of_its_own(tmp_path: Path, monkeypatch: 
     assert 0 < run.torch < run.imports < run.ready < run.first_round
     assert [stage.name for stage in run.stages][:2] == ["probe", "card"]
     assert all(0 <= stage.begin <= stage.end <= run.load for stage in run.stages)
-    assert run.lines()[1].startswith(f"seconds: import of torch {run.torch:.2f}; of the load probe ")
+    assert run.lines()[1].startswith(f"seconds: import of torch {run.torch:.2f}")
+    assert "; of the load probe " in run.lines()[1]
     assert run.as_details()["ready_stages"].keys() >= {"dense weights", "page-locking", "experts into RAM", "slots"}  # type: ignore[attr-defined]
     assert run.held == 64 * 28672
     assert run.read == 0
@@ -191,6 +192,14 @@ def test_ready_is_measured_in_a_process_of_its_own(tmp_path: Path, monkeypatch: 
     assert run.memory[0].startswith("RAM ")
     assert run.details["ram_most_gib"] >= run.details["ram_gib"] > 0
     assert f"{(run.held + run.dense) / 1e9:.1f} GB computed" in run.lines()[0]
+
+
+def test_a_start_that_compiles_torch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATA_HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path / "empty"))
+    run = probe_ready(SyntheticCase("tiny-attention", 1, SyntheticWeights()), requested())
+    assert run.as_details()["ready_torch_bytecode"] is False
+    assert f"{run.torch:.2f} (compiled from source, Python kept no bytecode of it); of the load" in run.lines()[1]
 
 
 def test_a_computed_model_is_written_as_a_pack_and_ready_from_files(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from strata.errors import EngineError
@@ -37,3 +39,22 @@ def test_without_its_library_windows_says_so() -> None:
 
 def test_linux_has_no_shared_segment() -> None:
     assert linux.pin_rooms() == ()
+
+
+def test_pages_are_touched_in_steps_that_end_where_huge_pages_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever maps memory waits for one step at most, and no two steps touch the same huge page."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(linux, "advise", lambda address, nbytes, advice: not asked.append((address, nbytes)))
+    begin, nbytes = 5 * linux.PAGE_BYTES, 3 * linux.TOUCH_STEP
+    linux.touch_pages(begin, nbytes)
+    assert asked[0][0] == begin
+    assert all(first + size == second for (first, size), (second, _) in pairwise(asked))
+    assert sum(size for _, size in asked) == nbytes
+    assert all((first + size) % (2 << 20) == 0 and size <= linux.TOUCH_STEP for first, size in asked[:-1])
+
+
+def test_pages_are_touched_where_the_kernel_does_not_know_the_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = np.full(linux.TOUCH_STEP + 100, 1, np.uint8)
+    monkeypatch.setattr(linux, "advise", lambda *_: False)
+    linux.touch_pages(memory.ctypes.data, memory.nbytes)
+    assert not memory.any()

@@ -161,7 +161,7 @@ class SyntheticReader(PackReader):
     def _matrix(self, entry: WeightEntry, format: MatrixFormat, memory: TakeMemory) -> Matrix:
         rows, columns = entry.shape
         if self._scaling.is_router(entry):
-            return Matrix("f32", self._router(entry), columns)
+            return Matrix("f32", self._router(entry, memory), columns)
         if format != "q8_0" or columns % 32:
             dtype = torch.bfloat16 if format == "bf16" else torch.float32
             if entry.role == "embedding":
@@ -205,7 +205,7 @@ class SyntheticReader(PackReader):
             here.copy_(topics[: len(here)])
         return codes
 
-    def _router(self, entry: WeightEntry) -> torch.Tensor:
+    def _router(self, entry: WeightEntry, memory: TakeMemory) -> torch.Tensor:
         """E x H, exact in BF16: biases against the constant part, noise against the other two."""
         count, columns = entry.shape
         constant, shared = self._widths()
@@ -214,11 +214,12 @@ class SyntheticReader(PackReader):
         mixed = ((order[:, 0] * 256 + order[:, 1]) * 256 + order[:, 2]) * 256 + order[:, 3]
         rank = torch.argsort(torch.argsort(mixed, stable=True), stable=True).numpy()
         bias, topic = torch.from_numpy(numbers.bias[rank]).float(), torch.from_numpy(numbers.topic[rank]).float()
-        rows = compute_values((count, columns), self._key(entry.name), 127, 0, torch.float32)
+        rows = compute_values((count, columns), self._key(entry.name), 127, 0, torch.float32, memory=memory)
         rows[:, constant:shared] *= ((3 * topic / (shared - constant)).sqrt() / 127)[:, None]
         rows[:, shared:] *= ((3 * (1 - topic) / (columns - shared)).sqrt() / 127)[:, None]
         rows[:, :constant] = self._signs().float() * (bias / constant)[:, None]
-        return rows.to(torch.bfloat16).float()
+        rounded = torch.from_numpy(memory(2 * rows.numel())).view(torch.bfloat16).view(rows.shape)
+        return rows.copy_(rounded.copy_(rows))
 
     def _expert_scales(self) -> torch.Tensor:
         """FP32 [3], powers of two. Formats without tensor scales have ones."""

@@ -7,6 +7,7 @@ not know what a tier is.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -43,11 +44,12 @@ class ReadyRun:
     """Seconds since the process was started: when imports were done, when the first round was possible, when it was
     done; ``load``: of them those of planning, taking memory and filling it. ``held``: bytes of experts that were
     filled; ``dense``: of dense weights; ``read``: bytes read from files, 0 where weights are computed. ``torch``: of
-    the imports that of torch. ``stages``: of the load. ``memory``: what was taken, as lines and as a record's details
-    (``memory_use``)."""
+    the imports that of torch; ``bytecode``: whether Python had its bytecode. ``stages``: of the load. ``memory``: what
+    was taken, as lines and as a record's details (``memory_use``)."""
 
     imports: float
     torch: float
+    bytecode: bool
     ready: float
     first_round: float
     load: float
@@ -64,13 +66,15 @@ class ReadyRun:
             f"{self.read / GIGA:.1f} GB read" if self.read else f"{(self.held + self.dense) / GIGA:.1f} GB computed"
         )
         said = f"ready in {self.ready:.2f} s, of which imports {self.imports:.2f} s and the load {self.load:.2f} s"
-        stages = f"seconds: import of torch {self.torch:.2f}; of the load {format_stages(self.stages)}"
+        compiled = "" if self.bytecode else " (compiled from source, Python kept no bytecode of it)"
+        stages = f"seconds: import of torch {self.torch:.2f}{compiled}; of the load {format_stages(self.stages)}"
         return [f"{said}; first round done at {self.first_round:.2f} s; {source}", stages, *self.memory]
 
     def as_details(self) -> dict[str, object]:
         """For a record: the import of torch, and begin and end of each stage in seconds since the load began."""
         spans = {stage.name: [round(stage.begin, 3), round(stage.end, 3)] for stage in self.stages}
-        return {"ready_torch_s": round(self.torch, 3), "ready_stages": spans, "ready_memory": self.details}
+        torch = {"ready_torch_s": round(self.torch, 3), "ready_torch_bytecode": self.bytecode}
+        return torch | {"ready_stages": spans, "ready_memory": self.details}
 
 
 def probe_ready(case: SyntheticCase | None, requested: Requested) -> ReadyRun:
@@ -163,13 +167,21 @@ def _run() -> None:
     assert isinstance(flags, dict)
     requested = resolve_here(command_line=flags)
     with open_card_early(requested):
+        bytecode = _has_bytecode("torch")
         before = time.perf_counter()
         import torch  # noqa: F401 - first of what is heavy, to be timed apart
 
-        _get_ready(words, requested, time.perf_counter() - before)
+        _get_ready(words, requested, time.perf_counter() - before, bytecode)
 
 
-def _get_ready(words: Mapping[str, object], requested: Requested, torch_seconds: float) -> None:
+def _has_bytecode(package: str) -> bool:
+    """Whether Python finds a package compiled. Where it may not write (PYTHONDONTWRITEBYTECODE) and an installer did
+    not either, each start compiles torch from source, which takes longer than all else of the import."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.cached is not None and Path(spec.cached).exists()
+
+
+def _get_ready(words: Mapping[str, object], requested: Requested, torch_seconds: float, bytecode: bool) -> None:
     """Ends with the line that the parent reads."""
     from strata.engine.runtime import Runtime
     from strata.engine.session import Session
@@ -188,7 +200,7 @@ def _get_ready(words: Mapping[str, object], requested: Requested, torch_seconds:
         dense = model.reader.dense_bytes
         read = found.experts.loaded_bytes + dense if "shape" not in words else 0
         run = ReadyRun(
-            imports, torch_seconds, ready, first_round, found.ready_seconds, held, dense, read,
+            imports, torch_seconds, bytecode, ready, first_round, found.ready_seconds, held, dense, read,
             runtime.rounds is not None, runtime.stages, tuple(use.lines()), use.as_details(),
         )  # fmt: skip
         runtime.close()

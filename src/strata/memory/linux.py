@@ -51,6 +51,8 @@ __all__ = [
 ]
 
 PAGE_BYTES = mmap.PAGESIZE
+# The kernel holds the map of the process all along one such call; whoever takes or gives back memory waits for its end.
+TOUCH_STEP = 4 << 20
 HAS_HUGE_PAGES = True  # memory is made of them where ``map_region`` is asked for it
 MLOCK_ONFAULT = 1
 UNLIMITED = 1 << 60  # cgroup v1 writes its "no limit" as a page-rounded 2^63
@@ -125,8 +127,12 @@ def advise(address: int, nbytes: int, advice: Advice) -> bool:
 
 def touch_pages(address: int, nbytes: int) -> None:
     """Makes the pages exist, as zeros, without the interpreter's lock. Only for memory that nobody has written."""
-    if not advise(address, nbytes, "populate"):  # since Linux 5.14
-        _libc.memset(address, 0, nbytes)
+    end = address + nbytes
+    while address < end:
+        stop = min(end, (address // TOUCH_STEP + 1) * TOUCH_STEP)
+        if not advise(address, stop - address, "populate"):  # since Linux 5.14
+            _libc.memset(address, 0, stop - address)
+        address = stop
 
 
 def make_writable(address: int, nbytes: int) -> None:
