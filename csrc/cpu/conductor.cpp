@@ -15,27 +15,15 @@
 #include <vector>
 
 #include "checksum.h"
+#include "expert.h"
 #include "pool.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-// expert.cpp
-struct StrataExpertTask;
-STRATA_API int strata_expert_compute(long hidden, long intermediate, int format, const StrataExpertTask* tasks,
-                                     long num_tasks, const int32_t* rows, const int32_t* slots, long picks,
-                                     const float* x, long x_rows, float* out, long out_slots, uint8_t* flags);
-
 namespace strata {
 namespace {
-
-struct NativeTask {  // as StrataExpertTask
-    uint64_t blob;
-    float scales[3];
-    int32_t first, count, unused;
-};
-static_assert(sizeof(NativeTask) == 32, "expert.cpp reads these bytes");
 
 long now_ns() {
     timespec t;
@@ -265,7 +253,7 @@ class Conductor {
         return kOk;
     }
 
-    NativeTask native(const StrataMailTask& task, int64_t flat, uint64_t address) const {
+    StrataExpertTask native(const StrataMailTask& task, int64_t flat, uint64_t address) const {
         const float* s = c_.scales + 3 * flat;
         return {address, {s[0], s[1], s[2]}, task.first, task.count, 0};
     }
@@ -273,8 +261,8 @@ class Conductor {
     int compute(long count) {
         const StrataMailbox& m = *c_.mailbox;
         return strata_expert_compute(c_.hidden, c_.intermediate, static_cast<int>(c_.format),
-                                     reinterpret_cast<const StrataExpertTask*>(tasks_.data()), count, c_.rows, c_.slots,
-                                     m.num_picks, c_.x, m.num_rows, c_.out, c_.most_picks, c_.flags);
+                                     tasks_.data(), count, c_.rows, c_.slots, m.num_picks, c_.x, m.num_rows, c_.out,
+                                     c_.most_picks, c_.flags);
     }
 
     // Compares an expert's bytes with their checksum where that has not been done.
@@ -331,7 +319,7 @@ class Conductor {
 
     const StrataConductorConfig c_;
     const SeriesOfJobs series_;
-    std::vector<NativeTask> tasks_;
+    std::vector<StrataExpertTask> tasks_;
     std::vector<int> waiting_;
     std::thread thread_;
     std::mutex mutex_;

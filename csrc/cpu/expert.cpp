@@ -38,15 +38,6 @@ const ExpertKernels* expert_kernels(int format) {
 
 }  // namespace strata
 
-// One expert and the picks [first, first + count) of it; laid out for numpy.
-struct StrataExpertTask {
-    uint64_t blob;
-    float gate_scale, up_scale, down_scale;
-    int32_t first, count;
-    int32_t unused;
-};
-static_assert(sizeof(StrataExpertTask) == 32, "the Python side describes these bytes");
-
 namespace strata {
 namespace {
 
@@ -147,14 +138,14 @@ void compute_unit(Job& job, const Unit& unit) {
     if (!unit.down) {
         const long group_bytes = 2 * shape.wide_bytes();
         if (!await_zero(job.rows_missing, blob + unit.begin * group_bytes, groups * group_bytes)) return;
-        job.kernels->gate_up(shape, blob, task.gate_scale, task.up_scale, unit.begin, unit.end, job.rows + task.first,
+        job.kernels->gate_up(shape, blob, task.scales[0], task.scales[1], unit.begin, unit.end, job.rows + task.first,
                              job.inner + task.first, task.count, job.pick_flags + task.first);
         job.missing[unit.task].fetch_sub(1, std::memory_order_acq_rel);
         return;
     }
     const uint8_t* weights = blob + shape.down_offset() + unit.begin * shape.narrow_bytes();
     if (!await_zero(job.missing[unit.task], weights, groups * shape.narrow_bytes())) return;
-    job.kernels->down(shape, blob, task.down_scale, unit.begin, unit.end, job.inner + task.first,
+    job.kernels->down(shape, blob, task.scales[2], unit.begin, unit.end, job.inner + task.first,
                       job.results + task.first, task.count, job.pick_flags + task.first);
 }
 
@@ -184,7 +175,7 @@ int check_task(const StrataExpertTask& task, long index, long picks) {
     if (task.first < 0 || task.count < 0 || task.first > picks - task.count)
         return fail(kBadArgument, "expert task %ld: picks %d to %lld of %ld", index, task.first,
                     static_cast<long long>(task.first) + task.count, picks);
-    for (float scale : {task.gate_scale, task.up_scale, task.down_scale})
+    for (float scale : task.scales)
         if (!(scale > 0.0f) || !std::isfinite(scale))
             return fail(kBadArgument, "expert task %ld: a tensor scale is not finite and above zero", index);
     return kOk;
@@ -307,9 +298,6 @@ int combine_rows(void* context, long begin, long end) {
 }  // namespace
 }  // namespace strata
 
-// Computes `num_tasks` experts for `picks` (row, result) pairs: result slots[i] (of `hidden` floats) of `out` becomes
-// the expert of row rows[i] of x, x_rows rows of `hidden` floats. flags[row] is set to 1 if the row held, or led to,
-// a number that is not finite; others are left. No two picks may share a result. Splits the work over the pool.
 STRATA_API int strata_expert_compute(long hidden, long intermediate, int format, const StrataExpertTask* tasks,
                                      long num_tasks, const int32_t* rows, const int32_t* slots, long picks,
                                      const float* x, long x_rows, float* out, long out_slots, uint8_t* flags) {

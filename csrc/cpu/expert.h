@@ -11,6 +11,22 @@
 #include "exact.h"
 #include "isa.h"
 
+// One expert and its picks [first, first + count); scales of gate, up and down. Laid out for numpy.
+struct StrataExpertTask {
+    uint64_t blob;
+    float scales[3];
+    int32_t first, count;
+    int32_t unused;
+};
+static_assert(sizeof(StrataExpertTask) == 32, "the Python side describes these bytes");
+
+// Computes `num_tasks` experts for `picks` (row, result) pairs: result slots[i] (of `hidden` floats) of `out` becomes
+// the expert of row rows[i] of x, x_rows rows of `hidden` floats. flags[row] is set to 1 if the row held, or led to,
+// a number that is not finite; others are left. No two picks may share a result. Splits the work over the pool.
+STRATA_API int strata_expert_compute(long hidden, long intermediate, int format, const StrataExpertTask* tasks,
+                                     long num_tasks, const int32_t* rows, const int32_t* slots, long picks,
+                                     const float* x, long x_rows, float* out, long out_slots, uint8_t* flags);
+
 namespace strata {
 
 enum ExpertFormat : int { kNvfp4 = 0, kQ8 = 1, kBf16 = 2, kExpertFormats = 3 };

@@ -4,17 +4,13 @@
 #include <new>
 #include <vector>
 
+#include "expert.h"
+
 namespace {
 
-struct Task {  // the bytes of StrataExpertTask in expert.cpp
-    uint64_t blob;
-    float scales[3];
-    int32_t first, count, unused;
-};
-static_assert(sizeof(Task) == 32, "the expert kernel reads these bytes");
-
 // Fills in one expert's address and kind.
-void look_up(const StrataPickTables& tables, int64_t expert, Task& task, uint8_t& kind, StrataPickResult& result) {
+void look_up(const StrataPickTables& tables, int64_t expert, StrataExpertTask& task, uint8_t& kind,
+             StrataPickResult& result) {
     const int32_t slot = tables.slot_of[expert];
     if (slot >= 0) {
         if (slot < tables.num_slots && tables.generation[slot] == tables.stamp_of[expert] &&
@@ -55,13 +51,13 @@ int strata_group_picks(const StrataPickTables* tables, int64_t layer, const int3
     std::memset(result->by_kind, 0, sizeof result->by_kind);
     result->num_stale = 0;
     int64_t count = 0;
-    Task* tasks = static_cast<Task*>(result->tasks);
+    StrataExpertTask* tasks = static_cast<StrataExpertTask*>(result->tasks);
     for (int64_t e = 0; e < experts; ++e) {
         const int32_t size = next[e + 1];
         next[e + 1] += next[e];
         if (size == 0) continue;
         const int64_t expert = layer * experts + e;
-        Task& task = tasks[count];
+        StrataExpertTask& task = tasks[count];
         look_up(*tables, expert, task, result->kinds[count], *result);
         std::memcpy(task.scales, tables->scales + 3 * expert, sizeof task.scales);
         task.first = next[e];

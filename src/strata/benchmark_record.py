@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import getpass
 import json
+import math
 import platform
 import re
 import statistics
@@ -137,11 +138,30 @@ def read_kept(path: Path) -> KeptRecord | None:
     if not path.exists():
         return None
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-        figures = {name: dict(one) for name, one in table["figures"].items()}
-        return KeptRecord(table["commit"], table["when"], dict(table["machine"]), figures)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path.name} is no benchmark record: {error}", "move it away") from error
+        table = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except (OSError, ValueError) as error:
+        raise _no_record(path, str(error)) from error
+    if not isinstance(table, dict):
+        raise _no_record(path, "it is no table")
+    for name, kind in (("commit", str), ("when", str), ("machine", dict), ("figures", dict)):
+        if not isinstance(table.get(name), kind):
+            raise _no_record(path, f"{name} is {'missing' if name not in table else 'of the wrong type'}")
+    for name, figure in table["figures"].items():
+        if not isinstance(figure, dict) or not isinstance(figure.get("unit"), str):
+            raise _no_record(path, f"figure {name} has no unit")
+        for part in ("value", "min", "max", "ceiling", "percent", "runs"):
+            number = figure.get(part, None if part == "value" else 0)
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
+                raise _no_record(path, f"figure {name} has {part} {number!r}")
+    return KeptRecord(table["commit"], table["when"], table["machine"], table["figures"])
+
+
+def _refuse_constant(word: str) -> object:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _no_record(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"{path} is no benchmark record: {why}", "move it away")
 
 
 def _write(table: Mapping[str, object], path: Path) -> None:

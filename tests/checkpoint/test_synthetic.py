@@ -24,6 +24,7 @@ from strata.checkpoint.synthetic_routing import (
     routing_numbers,
 )
 from strata.checkpoint.table_rows import TableFile, row_bytes
+from strata.checkpoint.weight_memory import ReusedMemory
 from strata.errors import ConfigError
 from strata.kernels.cpu import pool
 from strata.kernels.cpu.stager import ReadFailure, Stager
@@ -197,6 +198,20 @@ def test_dense_weights_have_the_planned_sizes_and_known_parts(tmp_path: Path) ->
         table = weights["layers.1.ple.ple_embedding.ngram_embedding.weight"]
         assert isinstance(table, TableFile)
         assert table.read_rows(1, 2).square().mean().sqrt().item() == pytest.approx(1, rel=0.2)
+
+
+def test_weights_in_memory_that_is_used_again_are_the_same(tmp_path: Path) -> None:
+    memory = ReusedMemory()
+    with reader(tmp_path, "tiny-hyper") as opened:
+        for name in opened.manifest.dense:
+            memory.restart()
+            found, wanted = opened.load_weight(name, memory.take), opened.load_weight(name)
+            if isinstance(found, Matrix):
+                assert isinstance(wanted, Matrix)
+                assert torch.equal(found.data, wanted.data), name
+                assert found.scales is wanted.scales or torch.equal(found.scales, wanted.scales), name  # type: ignore[arg-type]
+            else:
+                assert torch.equal(found, wanted), name  # type: ignore[arg-type]
 
 
 def test_a_bias_is_what_a_normal_number_exceeds(tmp_path: Path) -> None:

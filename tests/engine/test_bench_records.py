@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from strata.benchmark_record import read_kept
 from strata.cli.app import main
 from strata.engine import ready_probe, synthetic_bench
 from strata.engine.ceilings import Ceilings, median_ceilings
 from strata.engine.kept_runs import KeptRuns
 from strata.engine.memory_use import MemoryUse
+from strata.errors import ConfigError
 
 COMPUTED = ["--synthetic", "tiny-hyper", "--layers", "2", "--decode", "6", "--learn", "64", "--runs", "1"]
 MODEL = ["--device", "cpu", "--threads", "1", "--ram-gib", "4", "--log-level", "error"]
@@ -64,13 +67,23 @@ def test_ceilings_of_several_runs_are_their_median() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["garbage", '{"arms": {"a": [1, "x", null]}}', '{"arms": [1]}', '{"arms": {"a": {"b": 1}}}']
+    "text",
+    [
+        "garbage",
+        '{"arms": {"a": [1, "x", null]}}',
+        '{"arms": [1]}',
+        '{"arms": {"a": {"b": 1}}}',
+        '{"arms": {"a": [{"rate0": NaN}]}}',
+        '{"arms": {"a": [{"rate0": 2}, {"rate0": -3}]}}',
+        '{"arms": {"a": [{"rate0": 1e999}]}}',
+        '{"arms": {"a": [{"other": 1}]}}',
+    ],
 )
 def test_damaged_runs_are_measured_anew(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    kept = KeptRuns(tmp_path, {"commit": "a"})
+    kept = KeptRuns(tmp_path, {"commit": "a"}, lambda run: "rate0" in run)
     kept.path.write_text(text)
     assert kept.read("a") == []
-    assert "is damaged, its runs are measured anew" in caplog.text
+    assert f"{kept.path} is damaged, its runs are measured anew: " in caplog.text
     kept.add("a", {"rate0": 2.0})
     assert kept.read("a") == [{"rate0": 2.0}]
 
@@ -101,6 +114,40 @@ def test_a_damaged_record_is_said_before_anything_is_measured(
     assert main([*words, "--out", str(tmp_path)]) == 2
     assert "tiny-hyper-2layers-cpugib.json is no benchmark record" in capsys.readouterr().err
     assert kept.read_text() == '{"figures": [1]}'
+
+
+FIGURE = '{"value": 1, "unit": "s", "runs": 2}'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "it is no table"),
+        ("null", "it is no table"),
+        ('{"commit": "a", "when": "b", "machine": {}}', "figures is missing"),
+        ('{"commit": 1, "when": "b", "machine": {}, "figures": {}}', "commit is of the wrong type"),
+        ('{"commit": "a", "when": "b", "machine": {}, "figures": {"zz": 1}}', "figure zz has no unit"),
+        (FIGURE.replace("1,", "NaN,"), "NaN is no number of JSON"),
+        (FIGURE.replace("1,", "1e999,"), "figure zz has value inf"),
+        (FIGURE.replace("1,", '"x",'), "figure zz has value 'x'"),
+        (FIGURE.replace('"value": 1,', ""), "figure zz has value None"),
+        (FIGURE.replace("2", "-4"), "figure zz has runs -4"),
+    ],
+)
+def test_what_is_wrong_with_a_record_is_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "record.json"
+    around = '{"commit": "a", "when": "b", "machine": {}, "figures": {"zz": %s}}'
+    path.write_text(around % text if '"unit"' in text else text)
+    with pytest.raises(ConfigError, match=re.escape(f"{path} is no benchmark record: ") + ".*" + re.escape(said)):
+        read_kept(path)
+
+
+def test_every_record_that_is_kept_can_be_merged_into(root: Path) -> None:
+    records = [path for path in root.glob("benchmarks/results/*/*.json") if '"figures"' in path.read_text()]
+    assert len(records) > 10
+    for path in records:
+        assert read_kept(path) is not None
 
 
 def test_a_drives_rate_is_the_faster_of_before_and_after(
@@ -134,6 +181,8 @@ def test_an_arm_without_room_is_refused_before_the_others_are_measured(
         (["ready", "--synthetic", "tiny-hyper", "--learn", "64"], "--learn means nothing for bench ready"),
         (["prompt", "--synthetic", "tiny-hyper"], "it is for decode, ready, checkpoint, pack"),
         (["decode", "--gib", "2"], "--gib means nothing for bench decode"),
+        (["decode", "--synthetic", "tiny-hyper", "--temperature", "1"], "--temperature means nothing for bench"),
+        (["kernels", "--seed", "3"], "--seed means nothing for bench"),
         (["decode", "--synthetic", "tiny-hyper", "--learn", "99999999"], "less than or equal to 1048576"),
         (["decode", "--synthetic", "tiny-hyper", "--out", "x", "--machine", "../y"], "'../y' is no name of a machine"),
     ],

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import re
-from itertools import pairwise
+import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,20 +45,49 @@ def test_linux_has_no_shared_segment() -> None:
     assert linux.pin_rooms() == ()
 
 
-def test_pages_are_touched_in_steps_that_end_where_huge_pages_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever maps memory waits for one step at most, and no two steps touch the same huge page."""
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(linux, "advise", lambda address, nbytes, advice: not asked.append((address, nbytes)))
-    begin, nbytes = 5 * linux.PAGE_BYTES, 3 * linux.TOUCH_STEP
-    linux.touch_pages(begin, nbytes)
-    assert asked[0][0] == begin
-    assert all(first + size == second for (first, size), (second, _) in pairwise(asked))
-    assert sum(size for _, size in asked) == nbytes
-    assert all((first + size) % (2 << 20) == 0 and size <= linux.TOUCH_STEP for first, size in asked[:-1])
+def resident(address: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which pages of a range exist, as the kernel says (mincore(2))."""
+    pages = np.zeros(nbytes // linux.PAGE_BYTES, np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(pages.ctypes.data)) == 0
+    return (pages & 1).astype(bool)
 
 
-def test_pages_are_touched_where_the_kernel_does_not_know_the_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = np.full(linux.TOUCH_STEP + 100, 1, np.uint8)
-    monkeypatch.setattr(linux, "advise", lambda *_: False)
-    linux.touch_pages(memory.ctypes.data, memory.nbytes)
-    assert not memory.any()
+@pytest.mark.parametrize("huge", [False, True])
+def test_just_the_pages_of_a_range_are_touched(huge: bool) -> None:
+    """Its ends lie within pages and steps; of huge pages the neighbours may come along."""
+    region = linux.map_region(3 * linux.TOUCH_STEP, huge_pages=huge)
+    try:
+        page = linux.PAGE_BYTES
+        first, last = 5 * page, 2 * linux.TOUCH_STEP + 7 * page
+        linux.touch_pages(region.address + first + 16, last - first - 32)
+        found = resident(region.address, region.nbytes)
+        assert found[first // page : last // page].all()
+        if not huge:
+            assert found.sum() == (last - first) // page
+        assert not np.ctypeslib.as_array((ctypes.c_uint8 * region.nbytes).from_address(region.address)).any()
+    finally:
+        region.free()
+
+
+def test_touching_leaves_the_interpreter_to_others() -> None:
+    """A thread of plain Python, which gives its lock away every few milliseconds alone, delays one call once."""
+    ended = threading.Event()
+
+    def count() -> None:
+        while not ended.is_set():
+            sum(range(100))
+
+    region = linux.map_region(64 * linux.TOUCH_STEP, huge_pages=True)
+    busy, interval = threading.Thread(target=count), sys.getswitchinterval()
+    sys.setswitchinterval(0.5)
+    busy.start()
+    try:
+        began = time.perf_counter()
+        linux.touch_pages(region.address, region.nbytes)
+        assert time.perf_counter() - began < 16  # 64 steps of half a second else
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
+        busy.join()
+        region.free()

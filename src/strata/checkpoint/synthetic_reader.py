@@ -217,7 +217,7 @@ class SyntheticReader(PackReader):
         rows = compute_values((count, columns), self._key(entry.name), 127, 0, torch.float32, memory=memory)
         rows[:, constant:shared] *= ((3 * topic / (shared - constant)).sqrt() / 127)[:, None]
         rows[:, shared:] *= ((3 * (1 - topic) / (columns - shared)).sqrt() / 127)[:, None]
-        rows[:, :constant] = self._signs().float() * (bias / constant)[:, None]
+        torch.mul(self._signs().float(), (bias / constant)[:, None], out=rows[:, :constant])
         rounded = torch.from_numpy(memory(2 * rows.numel())).view(torch.bfloat16).view(rows.shape)
         return rows.copy_(rounded.copy_(rows))
 

@@ -84,7 +84,7 @@ def command(
     requested = configure(name)
     if what in ("checkpoint", "pack") and synthetic is None:
         raise ConfigError(f"bench {what} needs --synthetic SHAPE", f"strata bench {what} --synthetic SHAPE --to FOLDER")
-    refuse_idle_options(context, what, synthetic)
+    refuse_idle_options(context, what, synthetic, requested)
     if synthetic is not None:
         tokens = decode or SYNTHETIC_TOKENS
         words = SyntheticWords(

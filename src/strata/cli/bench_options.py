@@ -47,12 +47,17 @@ _KINDS_OF: Mapping[str, tuple[str, ...]] = {
     "out": ("kernels", "cache", *_SPEED, "ready"),
     "machine": ("kernels", "cache", *_SPEED, "ready"),
 }
+_SAMPLING = tuple(option for option in BY_NAME.values() if option.group == "sampling")
 _OF_COMPUTED_MODELS = ("layers", "dense", "experts", "weight_seed", "arm", "learn", "profile")
 _OF_OTHER_MODELS = ("name", "prompt", "measure")
 
 
-def refuse_idle_options(context: typer.Context, what: str, synthetic: str | None) -> None:
+def refuse_idle_options(context: typer.Context, what: str, synthetic: str | None, requested: Requested) -> None:
     """Raises ``ConfigError`` for the first option on the command line that means nothing for this benchmark."""
+    for option in _SAMPLING:
+        if requested.origin(option.name) == "command line":
+            why = "a benchmark takes the likeliest token or forces the next one"
+            raise ConfigError(f"{option.flag} means nothing for bench: {why}", "leave it out")
     for name, kinds in _KINDS_OF.items():
         source = context.get_parameter_source(name)
         if source is None or source.name != "COMMANDLINE":

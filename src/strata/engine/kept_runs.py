@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from strata.benchmark_record import written_to
@@ -23,10 +24,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KeptRuns:
-    """The file of one key in ``folder``. A run is a flat table of numbers."""
+    """The file of one key in ``folder``. A run is a flat table of numbers; ``is_whole`` says whether one has what is to
+    be made of it."""
 
     folder: Path
     key: Mapping[str, object]
+    is_whole: Callable[[Mapping[str, float]], bool] = field(default=lambda _: True, compare=False)
 
     @property
     def path(self) -> Path:
@@ -58,9 +61,20 @@ class KeptRuns:
             return {}
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))["arms"]
-            return {
+            table = {
                 str(arm): [{str(k): float(v) for k, v in run.items()} for run in runs] for arm, runs in found.items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s is damaged, its runs are measured anew: %s", self.path.name, error)
-            return {}
+            return self._nothing(f"{type(error).__name__}: {error}")
+        for arm, runs in table.items():
+            for number, run in enumerate(runs, 1):
+                wrong = next((name for name, value in run.items() if not 0 <= value < math.inf), None)
+                if wrong is not None:
+                    return self._nothing(f"run {number} of {arm} has {wrong} {run[wrong]:g}")
+                if not self.is_whole(run):
+                    return self._nothing(f"run {number} of {arm} lacks figures")
+        return table
+
+    def _nothing(self, why: str) -> dict[str, list[dict[str, float]]]:
+        logger.warning("%s is damaged, its runs are measured anew: %s", self.path, why)
+        return {}

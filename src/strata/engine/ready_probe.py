@@ -175,8 +175,8 @@ def _run() -> None:
 
 
 def _has_bytecode(package: str) -> bool:
-    """Whether Python finds a package compiled. Where it may not write (PYTHONDONTWRITEBYTECODE) and an installer did
-    not either, each start compiles torch from source, which takes longer than all else of the import."""
+    """Whether Python finds the first module of a package compiled. Where it may not write (PYTHONDONTWRITEBYTECODE) and
+    an installer did not either, each start compiles torch from source, longer than all else of the import."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.cached is not None and Path(spec.cached).exists()
 

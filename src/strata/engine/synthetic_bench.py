@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from strata import version
 from strata.benchmark_record import Figure
 from strata.checkpoint.synthetic_reader import SyntheticWeights
 from strata.checkpoint.synthetic_routing import Routing
+from strata.config import BY_NAME
 from strata.engine.ceilings import RoundBytes, measure_ceilings, median_ceilings, round_seconds
 from strata.engine.kept_runs import KeptRuns
 from strata.engine.memory_use import MemoryUse
@@ -251,13 +252,20 @@ class _Measuring:
     def _kept(self) -> KeptRuns:
         wanted = self._requested
         settings = {
-            name: str(getattr(wanted, name)) for name in wanted.origins if name not in ("log_level", "log_file")
+            name: str(getattr(wanted, name))
+            for name in wanted.origins
+            if BY_NAME[name].group not in ("log", "sampling")
         }
         key = {
             "model": self._model.reader.folder.name, "commit": version.commit(), "tokens": self._case.tokens,
             "learn": self._case.learn, "context": self._contexts, "slots": self._runtime.plan.num_slots,
         }  # fmt: skip
-        return KeptRuns(find_home().profiles, key | settings)
+        return KeptRuns(find_home().profiles, key | settings, self._is_whole)
+
+    def _is_whole(self, run: Mapping[str, float]) -> bool:
+        numbers = range(len(self._contexts))
+        counted = all(f"hits{number}" in run and f"misses{number}" in run for number in numbers)
+        return counted and run.get("ram", 0) > 0 and all(run.get(f"rate{number}", 0) > 0 for number in numbers)
 
     def _ids_of(self, run: int) -> list[int]:
         """Its part of the fixed list: swaps would know tokens that an earlier run has decoded."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 __all__ = ["Advice", "LockRefused", "MemoryLimit"]
 
-Advice = Literal["huge", "will_need", "populate"]
+Advice = Literal["huge", "will_need"]
 
 
 class LockRefused(Exception):  # noqa: N818 - an answer the caller works with, not a mistake
