@@ -79,6 +79,7 @@ def test_touching_leaves_the_interpreter_to_others() -> None:
             sum(range(100))
 
     region = linux.map_region(64 * linux.TOUCH_STEP, huge_pages=True)
+    linux.touch_pages(region.address, linux.PAGE_BYTES)  # loads the library
     busy, interval = threading.Thread(target=count), sys.getswitchinterval()
     sys.setswitchinterval(0.5)
     busy.start()
