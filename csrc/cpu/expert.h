@@ -2,7 +2,8 @@
 //
 // A prepared row is a row as kernels read it: for NVFP4 and Q8_0 groups of 16 codes, in the order in which blobs hold
 // weights, with their scale and correction; for BF16 the FP32 values. Widths are padded to 64 with zeros.
-// This header is shared by the driver (expert.cpp) and the kernels of every level; it must not know Python.
+// This header is shared by the driver (expert.cpp), those that list tasks, and the kernels of every level; it must not
+// know Python.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +17,7 @@ struct StrataExpertTask {
     uint64_t blob;
     float scales[3];
     int32_t first, count;
-    int32_t unused;
+    int32_t row;  // of x, of the first pick; only a GPU reads it
 };
 static_assert(sizeof(StrataExpertTask) == 32, "the Python side describes these bytes");
 

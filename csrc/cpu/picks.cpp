@@ -62,7 +62,7 @@ int strata_group_picks(const StrataPickTables* tables, int64_t layer, const int3
         std::memcpy(task.scales, tables->scales + 3 * expert, sizeof task.scales);
         task.first = next[e];
         task.count = size;
-        task.unused = 0;
+        task.row = 0;
         ++result->by_kind[result->kinds[count] & 7];
         tables->counts[expert] += size;
         result->experts[count++] = static_cast<int32_t>(e);

@@ -24,7 +24,7 @@ struct StrataPickTables {
     int64_t num_slots, num_experts, num_layers;
 };
 
-// What a call writes; arrays have room for rows * top_k entries. `tasks` are 32 bytes each (see expert.cpp).
+// What a call writes; arrays have room for rows * top_k entries. `tasks` are `StrataExpertTask` (expert.h).
 struct StrataPickResult {
     void* tasks;
     int32_t* experts;

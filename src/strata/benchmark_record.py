@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import getpass
 import json
-import math
 import platform
 import re
 import statistics
@@ -31,6 +30,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 ABSOLUTE_PATH = re.compile(r"(?:^|[\s\"'=:,(])(?:~|/[\w.-]+/[\w./-]|[A-Za-z]:[\\/])")
 
 
+MOST = 1e18  # above every figure that there is
 PROBE_BYTES = 1 << 16  # more than a record
 RESULTS = "benchmarks/results"  # earlier results make no measurement another one
 
@@ -139,7 +139,9 @@ def read_kept(path: Path) -> KeptRecord | None:
         return None
     try:
         table = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", "make it readable, or move it away") from error
+    except (ValueError, RecursionError) as error:
         raise _no_record(path, str(error)) from error
     if not isinstance(table, dict):
         raise _no_record(path, "it is no table")
@@ -151,8 +153,14 @@ def read_kept(path: Path) -> KeptRecord | None:
             raise _no_record(path, f"figure {name} has no unit")
         for part in ("value", "min", "max", "ceiling", "percent", "runs"):
             number = figure.get(part, None if part == "value" else 0)
-            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
-                raise _no_record(path, f"figure {name} has {part} {number!r}")
+            if number is None:
+                raise _no_record(path, f"figure {name} has no {part}")
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < MOST:
+                raise _no_record(path, f"figure {name} has {part} {number!r:.40}")
+    try:
+        refuse_private(table)
+    except ConfigError as error:
+        raise _no_record(path, error.message) from error
     return KeptRecord(table["commit"], table["when"], table["machine"], table["figures"])
 
 

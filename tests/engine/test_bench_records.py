@@ -76,6 +76,8 @@ def test_ceilings_of_several_runs_are_their_median() -> None:
         '{"arms": {"a": [{"rate0": NaN}]}}',
         '{"arms": {"a": [{"rate0": 2}, {"rate0": -3}]}}',
         '{"arms": {"a": [{"rate0": 1e999}]}}',
+        '{"arms": {"a": [{"rate0": 1%s}]}}' % ("0" * 400),
+        "[" * 200_000,
         '{"arms": {"a": [{"other": 1}]}}',
     ],
 )
@@ -83,7 +85,9 @@ def test_damaged_runs_are_measured_anew(tmp_path: Path, text: str, caplog: pytes
     kept = KeptRuns(tmp_path, {"commit": "a"}, lambda run: "rate0" in run)
     kept.path.write_text(text)
     assert kept.read("a") == []
-    assert f"{kept.path} is damaged, its runs are measured anew: " in caplog.text
+    assert f"{kept.path} is damaged (" in caplog.text
+    assert kept.path.with_suffix(".damaged").read_text() == text, "nothing is lost"
+    assert len(caplog.records) == 1
     kept.add("a", {"rate0": 2.0})
     assert kept.read("a") == [{"rate0": 2.0}]
 
@@ -131,7 +135,10 @@ FIGURE = '{"value": 1, "unit": "s", "runs": 2}'
         (FIGURE.replace("1,", "NaN,"), "NaN is no number of JSON"),
         (FIGURE.replace("1,", "1e999,"), "figure zz has value inf"),
         (FIGURE.replace("1,", '"x",'), "figure zz has value 'x'"),
-        (FIGURE.replace('"value": 1,', ""), "figure zz has value None"),
+        (FIGURE.replace('"value": 1,', ""), "figure zz has no value"),
+        (FIGURE.replace("1,", "1e300,"), "figure zz has value 1e+300"),
+        (FIGURE.replace('"s"', '"/home/x/y"'), "absolute path"),
+        ("[" * 200_000, "recursion"),
         (FIGURE.replace("2", "-4"), "figure zz has runs -4"),
     ],
 )
@@ -141,6 +148,22 @@ def test_what_is_wrong_with_a_record_is_named(tmp_path: Path, text: str, said: s
     path.write_text(around % text if '"unit"' in text else text)
     with pytest.raises(ConfigError, match=re.escape(f"{path} is no benchmark record: ") + ".*" + re.escape(said)):
         read_kept(path)
+
+
+def test_runs_that_cannot_be_read_are_not_overwritten(tmp_path: Path) -> None:
+    kept = KeptRuns(tmp_path, {"commit": "a"})
+    kept.path.mkdir()
+    for call in (lambda: kept.read("a"), lambda: kept.add("a", {"rate0": 1.0})):
+        with pytest.raises(ConfigError, match=re.escape(f"{kept.path} cannot be read: ")):
+            call()
+
+
+def test_a_record_s_command_has_nothing_of_sampling_and_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATA_TEMPERATURE", "0.7")
+    assert main([*DECODE, "--out", str(tmp_path / "out")]) == 0
+    command = record(tmp_path / "out")["command"]
+    assert "--temperature" not in command
+    assert "--log-level" not in command
 
 
 def test_every_record_that_is_kept_can_be_merged_into(root: Path) -> None:

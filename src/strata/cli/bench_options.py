@@ -79,6 +79,8 @@ def full_command(command: str, requested: Requested) -> str:
         value = getattr(requested, name)
         if requested.origin(name) == "default" or name == "model" or isinstance(value, Path):
             continue
+        if option.group in ("sampling", "log"):  # of which nothing is measured
+            continue
         said = format_value(value)
         if not option.flag:
             before.append(f"{option.variable}={said}")

@@ -9,17 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from strata.benchmark_record import written_to
+from strata.errors import ConfigError
 from strata.files import atomic_write
 
 __all__ = ["KeptRuns"]
 
 logger = logging.getLogger(__name__)
+MOST = 1e18  # above every rate and count that there is
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class KeptRuns:
         return self.folder / f"runs-{hashlib.sha256(words.encode()).hexdigest()[:12]}.json"
 
     def read(self, arm: str) -> list[dict[str, float]]:
-        """The runs of an arm so far; none where the file is not one of this key."""
+        """The runs of an arm so far; none where there is no file of this key. Raises ``ConfigError`` where it cannot be
+        read."""
         found = self._table().get(arm, [])
         return [dict(run) for run in found]
 
@@ -56,19 +58,27 @@ class KeptRuns:
                 json.dump({"key": dict(self.key), "arms": table}, file, indent=1, default=str)
 
     def _table(self) -> dict[str, list[dict[str, float]]]:
-        """Nothing, said in the log, where the file is not what this class writes."""
+        """Nothing where the file is not what this class writes; it is put aside then, which the log says."""
         if not self.path.exists():
             return {}
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))["arms"]
+            text = self.path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be read: {error.strerror}", "make it readable, or remove it"
+            ) from error
+        except ValueError as error:
+            return self._nothing(str(error))
+        try:
+            found = json.loads(text)["arms"]
             table = {
                 str(arm): [{str(k): float(v) for k, v in run.items()} for run in runs] for arm, runs in found.items()
             }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             return self._nothing(f"{type(error).__name__}: {error}")
         for arm, runs in table.items():
             for number, run in enumerate(runs, 1):
-                wrong = next((name for name, value in run.items() if not 0 <= value < math.inf), None)
+                wrong = next((name for name, value in run.items() if not 0 <= value < MOST), None)
                 if wrong is not None:
                     return self._nothing(f"run {number} of {arm} has {wrong} {run[wrong]:g}")
                 if not self.is_whole(run):
@@ -76,5 +86,8 @@ class KeptRuns:
         return table
 
     def _nothing(self, why: str) -> dict[str, list[dict[str, float]]]:
-        logger.warning("%s is damaged, its runs are measured anew: %s", self.path, why)
+        aside = self.path.with_suffix(".damaged")
+        with written_to(self.folder):
+            self.path.replace(aside)
+        logger.warning("%s is damaged (%s); its runs are measured anew, it lies in %s", self.path, why, aside.name)
         return {}

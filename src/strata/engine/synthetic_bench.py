@@ -57,6 +57,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 ARM_SECONDS = 8 * 60  # an arm ends within; what it has by then is kept and the next call goes on
+LEAST_RATE = 1e-6  # of anything that was measured: a kept run with less is damaged
 WARM_ROUNDS = 16
 K = 1024
 Report = Callable[[str], None]
@@ -265,7 +266,8 @@ class _Measuring:
     def _is_whole(self, run: Mapping[str, float]) -> bool:
         numbers = range(len(self._contexts))
         counted = all(f"hits{number}" in run and f"misses{number}" in run for number in numbers)
-        return counted and run.get("ram", 0) > 0 and all(run.get(f"rate{number}", 0) > 0 for number in numbers)
+        rates = {"ram", *(f"rate{number}" for number in numbers)} | (run.keys() & {"vram", "link", "both"})
+        return counted and all(run.get(name, 0) >= LEAST_RATE for name in rates)
 
     def _ids_of(self, run: int) -> list[int]:
         """Its part of the fixed list: swaps would know tokens that an earlier run has decoded."""

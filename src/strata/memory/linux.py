@@ -63,7 +63,6 @@ _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 
 _ADVICE: dict[Advice, int] = {"huge": 14, "will_need": 3}
 
@@ -131,7 +130,7 @@ def touch_pages(address: int, nbytes: int) -> None:
     from strata.kernels.cpu.library import declare  # here: whoever opens a card early loads no library
 
     number = ctypes.c_uint64
-    declare("strata_touch_pages", number, number, number, returns=None)(address, nbytes, TOUCH_STEP)
+    declare("strata_touch_pages", number, number, number, returns=ctypes.c_int64)(address, nbytes, TOUCH_STEP)
 
 
 def make_writable(address: int, nbytes: int) -> None:

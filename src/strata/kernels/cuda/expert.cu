@@ -8,7 +8,7 @@
 using namespace strata::experts;
 namespace device = strata::device;
 
-struct __align__(16) Task {  // as in csrc/cpu/expert.cpp
+struct __align__(16) Task {  // as in csrc/cpu/expert.h
     unsigned long long blob;
     float scales[3];
     int first, count, row;  // row: rows[first]
