@@ -24,13 +24,13 @@ from strata import version
 from strata.errors import ConfigError
 from strata.files import atomic_write
 
-__all__ = ["Figure", "Record", "check_folder", "measured", "read_kept", "record_path", "written_to"]
+__all__ = ["LARGEST", "Figure", "Record", "check_folder", "measured", "read_kept", "record_path", "written_to"]
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 ABSOLUTE_PATH = re.compile(r"(?:^|[\s\"'=:,(])(?:~|/[\w.-]+/[\w./-]|[A-Za-z]:[\\/])")
 
 
-MOST = 1e18  # above every figure that there is
+LARGEST = 1e18  # above every figure that there is
 PROBE_BYTES = 1 << 16  # more than a record
 RESULTS = "benchmarks/results"  # earlier results make no measurement another one
 
@@ -155,7 +155,7 @@ def read_kept(path: Path) -> KeptRecord | None:
             number = figure.get(part, None if part == "value" else 0)
             if number is None:
                 raise _no_record(path, f"figure {name} has no {part}")
-            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < MOST:
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < LARGEST:
                 raise _no_record(path, f"figure {name} has {part} {number!r:.40}")
     try:
         refuse_private(table)

@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from strata.benchmark_record import written_to
+from strata.benchmark_record import LARGEST, written_to
 from strata.errors import ConfigError
 from strata.files import atomic_write
 
 __all__ = ["KeptRuns"]
 
 logger = logging.getLogger(__name__)
-MOST = 1e18  # above every rate and count that there is
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class KeptRuns:
             return self._nothing(f"{type(error).__name__}: {error}")
         for arm, runs in table.items():
             for number, run in enumerate(runs, 1):
-                wrong = next((name for name, value in run.items() if not 0 <= value < MOST), None)
+                wrong = next((name for name, value in run.items() if not 0 <= value < LARGEST), None)
                 if wrong is not None:
                     return self._nothing(f"run {number} of {arm} has {wrong} {run[wrong]:g}")
                 if not self.is_whole(run):
