@@ -15,6 +15,7 @@
 #include <new>
 
 #include "pool.h"
+#include "scratch.h"
 #include "status.h"
 
 namespace strata {
@@ -52,26 +53,7 @@ constexpr long kBrought = 1024;
 // Words that a thread sums between two claims: 1 MiB.
 constexpr long kSumWords = 131072;
 
-// Memory of a calling thread, grown as needed and kept for its next call.
-class Scratch {
-  public:
-    ~Scratch() { std::free(memory_); }
-
-    void* take(size_t bytes) {
-        if (bytes > size_) {
-            std::free(memory_);
-            size_ = 0;
-            if (posix_memalign(&memory_, 64, bytes) != 0) memory_ = nullptr;
-            if (memory_ != nullptr) size_ = bytes;
-        }
-        return memory_;
-    }
-
-  private:
-    void* memory_ = nullptr;
-    size_t size_ = 0;
-};
-
+// Memory of a calling thread.
 thread_local Scratch scratch;
 
 struct Unit {

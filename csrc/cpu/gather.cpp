@@ -9,6 +9,7 @@
 #include <new>
 
 #include "pool.h"
+#include "scratch.h"
 #include "status.h"
 
 #define STRATA_EXPORT __attribute__((visibility("default")))
@@ -98,6 +99,7 @@ unsigned char* room_for_row(int64_t row_bytes) {
         kept.reset(new (std::nothrow) unsigned char[static_cast<size_t>(row_bytes)]);
         size = kept ? row_bytes : 0;
     }
+    if (kept) strata::poison_scratch(kept.get(), static_cast<size_t>(row_bytes));
     return kept.get();
 }
 

@@ -5,11 +5,11 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdlib>
 
 #include "isa.h"
 #include "pool.h"
 #include "rows.h"
+#include "scratch.h"
 #include "status.h"
 
 namespace strata {
@@ -40,29 +40,6 @@ int over_rows(int64_t rows, int64_t columns, Function&& f) {
 // Rows whose intermediate results wait together: bounds what a long chunk takes beside its plan (at most about 25 MiB a
 // calling thread at hidden size 2,560 with four streams).
 constexpr int64_t kSlabRows = 256;
-
-// Memory that a thread keeps between calls, grown when a call needs more; never shrunk, freed with the thread.
-class Scratch {
- public:
-  Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { std::free(data_); }
-  // `bytes` aligned to a cache line, contents undefined; null if they cannot be had.
-  void* take(std::size_t bytes) {
-    if (bytes > size_) {
-      std::free(data_);
-      const std::size_t rounded = (bytes + 63) / 64 * 64;
-      data_ = std::aligned_alloc(64, rounded);
-      size_ = data_ == nullptr ? 0 : rounded;
-    }
-    return data_;
-  }
-
- private:
-  void* data_ = nullptr;
-  std::size_t size_ = 0;
-};
 
 // The scratch of this thread for one purpose: `Tag` tells apart what is in use at the same time.
 template <class Tag, class T = float>

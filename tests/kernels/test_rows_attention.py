@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,10 @@ from hypothesis import strategies as st
 from strata.errors import EngineError
 from strata.kernels.cpu import pool
 from strata.kernels.cpu.ops import CpuOps
+from tests.kernels.guard import Guarded
 from tests.kernels.levels import on_every_level, same_bits
 
-OPS = CpuOps()
+OPS: Any = Guarded(CpuOps())
 
 
 def make_cache(

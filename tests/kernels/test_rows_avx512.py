@@ -6,6 +6,7 @@ The other rows tests compare all levels that the processor has; these say by nam
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ import torch
 from strata.kernels.cpu import library
 from strata.kernels.cpu.ops import CpuOps
 from strata.kernels.ops import DeltaWeights, HyperWeights, Matrix, NgramWeights
+from tests.kernels.guard import Guarded
 
 pytestmark = pytest.mark.avx512
-OPS = CpuOps()
+OPS: Any = Guarded(CpuOps())
 
 
 def assert_same(compute: Callable[[], list[torch.Tensor]]) -> None:

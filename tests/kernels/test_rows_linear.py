@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,10 +14,11 @@ from strata.errors import EngineError
 from strata.kernels.cpu import pool
 from strata.kernels.cpu.ops import CpuOps
 from strata.kernels.ops import Matrix
+from tests.kernels.guard import Guarded
 from tests.kernels.levels import on_every_level, same_bits
 from tests.kernels.rows_mirror import q8_product
 
-OPS = CpuOps()
+OPS: Any = Guarded(CpuOps())
 FORMATS = ("f32", "bf16", "q8_0")
 
 

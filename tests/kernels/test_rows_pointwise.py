@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from strata.errors import EngineError
 from strata.kernels.cpu import library, pool
 from strata.kernels.cpu.ops import CpuOps
 from strata.kernels.ops import Matrix, Ops
+from tests.kernels.guard import Guarded
 from tests.kernels.levels import on_every_level, same_bits
 
-OPS = CpuOps()
+OPS: Any = Guarded(CpuOps())
 
 
 def row_by_row(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

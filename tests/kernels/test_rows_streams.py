@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,10 @@ from strata.errors import EngineError
 from strata.kernels.cpu import pool
 from strata.kernels.cpu.ops import CpuOps
 from strata.kernels.ops import HyperWeights, Matrix, NgramWeights
+from tests.kernels.guard import Guarded
 from tests.kernels.levels import on_every_level, same_bits
 
-OPS = CpuOps()
+OPS: Any = Guarded(CpuOps())
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
