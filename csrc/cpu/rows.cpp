@@ -19,10 +19,10 @@ int64_t chunk_of(int64_t outputs_of_all_blocks) {
 
 // A product with many rows: x is cut into panels once for all outputs.
 int many_rows(const float* x, int64_t rows, const WeightRows& w, int64_t outputs, float* y) {
-  const RowBlocks shape = packed_rows(w.columns);
+  const int64_t packed_floats = packed_block(w.columns);
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
   const int64_t chunk = chunk_of(outputs * blocks), chunks = (outputs + chunk - 1) / chunk;
-  float* packed = scratch<PackedRows>(blocks * shape.block);
+  float* packed = scratch<PackedRows>(blocks * packed_floats);
   if (packed == nullptr) return no_scratch("linear");
   const int status = parallel(blocks, 1, [&](long begin, long end) {
     table().pack_rows(x, rows, w.columns, begin, end, packed);
@@ -32,8 +32,8 @@ int many_rows(const float* x, int64_t rows, const WeightRows& w, int64_t outputs
   return parallel(chunks * blocks, grain, [&](long begin, long end) {
     for (long task = begin; task < end; task++) {
       const int64_t block = task % blocks, o = task / blocks * chunk, t = block * kBlockRows;
-      table().linear(packed + block * shape.block, shape, std::min(rows - t, kBlockRows), w, o,
-                     std::min(o + chunk, outputs), y + t * outputs, outputs);
+      table().linear_packed(packed + block * packed_floats, std::min(rows - t, kBlockRows), w, o,
+                            std::min(o + chunk, outputs), y + t * outputs, outputs);
     }
   });
 }
@@ -96,7 +96,7 @@ int strata_rows_linear(const float* x, int64_t rows, int format, const void* dat
   if (rows < kPackRows) {
     const int64_t grain = at_least_one(kProductsOfSlice / (8 * columns * (rows + 1)));
     return parallel((outputs + 7) / 8, grain, [&](long begin, long end) {
-      table().linear(x, plain_rows(columns), rows, w, begin * 8, std::min<int64_t>(end * 8, outputs), y, outputs);
+      table().linear(x, columns, rows, w, begin * 8, std::min<int64_t>(end * 8, outputs), y, outputs);
     });
   }
   // Slabs bound the packed copy; more than 512 rows would save no weights worth reading.

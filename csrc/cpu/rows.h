@@ -37,15 +37,10 @@ constexpr int64_t kBlockRows = 96;    // rows of a block of a product with many:
 constexpr int64_t kMostChunk = 256;   // outputs that share it: 96 KiB of y
 constexpr int64_t kPackRows = 32;     // from so many rows on, x is cut into panels first
 
-// Where row r of block b (kBlockRows rows) has its panel p: x + b * block + p * panel + r * row.
-struct RowBlocks {
-  int64_t row, panel, block;
-};
-inline RowBlocks plain_rows(int64_t stride) { return RowBlocks{stride, kPanel, kBlockRows * stride}; }
-inline RowBlocks packed_rows(int64_t columns) {
-  const int64_t row = kPanel + 16, panel = kBlockRows * row;
-  return RowBlocks{row, panel, (columns + kPanel - 1) / kPanel * panel};
-}
+// Packed rows: blocks of kBlockRows rows, in a block panel after panel, in a panel row after row.
+constexpr int64_t kPackedRow = kPanel + 16;
+constexpr int64_t kPackedPanel = kBlockRows * kPackedRow;
+inline int64_t packed_block(int64_t columns) { return (columns + kPanel - 1) / kPanel * kPackedPanel; }
 
 // Rows of x as a Q8_0 product reads them (rows_q8.h): codes of 16 bits, a unit for every 32 of them, and their strides.
 // Columns are padded to an even number of blocks; 32 more keep the panels of rows off the same cache sets.
@@ -134,8 +129,10 @@ struct NgramCall {
 
 struct RowsTable {
   const char* name;
-  void (*linear)(const float* x, const RowBlocks& shape, int64_t rows, const WeightRows& weight, int64_t first,
-                 int64_t last, float* y, int64_t y_stride);
+  void (*linear)(const float* x, int64_t x_stride, int64_t rows, const WeightRows& weight, int64_t first, int64_t last,
+                 float* y, int64_t y_stride);
+  void (*linear_packed)(const float* packed, int64_t rows, const WeightRows& weight, int64_t first, int64_t last,
+                        float* y, int64_t y_stride);
   void (*pack_rows)(const float* x, int64_t rows, int64_t columns, int64_t first, int64_t last, float* packed);
   void (*encode_rows)(const float* x, int64_t rows, int64_t columns, const CodedShape& shape, int16_t* codes,
                       float* units);

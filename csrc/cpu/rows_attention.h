@@ -127,13 +127,13 @@ static void attend(const AttentionCall& call, int64_t group, int64_t t, int64_t 
   const WeightRows v = cache_rows(call, call.v, group, split * kSplit, list);
   const float* q = call.q + (t * call.heads + group * share) * call.width;
   if (rows == 1) {
-    linear(q, plain_rows(call.width), share, k, 0, most, scores, kSplit);
+    linear(q, call.width, share, k, 0, most, scores, kSplit);
   } else {  // side by side, so that a key is read once for all
     alignas(64) float gathered[kQueries * kMostWidth];
     for (int64_t r = 0; r < rows; r++)
       for (int64_t i = 0; i < share * call.width; i++)
         gathered[r * share * call.width + i] = q[r * call.heads * call.width + i];
-    linear(gathered, plain_rows(call.width), queries, k, 0, most, scores, kSplit);
+    linear(gathered, call.width, queries, k, 0, most, scores, kSplit);
   }
   for (int64_t i = 0; i < queries; i++) {
     if (counts[i] == 0) {

@@ -19,7 +19,7 @@ static void block_scores(const float* q, int64_t rows, int64_t heads, int64_t wi
   for (int64_t block = first; block < last; block += kSplit) {
     const int64_t count = last - block < kSplit ? last - block : kSplit;
     const WeightRows k{kF32, keys + block * width, nullptr, width, width, 0, nullptr};
-    linear(q, plain_rows(width), rows * heads, k, 0, count, scores, kSplit);
+    linear(q, width, rows * heads, k, 0, count, scores, kSplit);
     for (int64_t t = 0; t < rows; t++)
       each_lanes(count, [&](int64_t i, int n) {
         Lanes sum = zero();

@@ -28,10 +28,10 @@ static inline void put(float* p, Lanes a, int count) {
 #include "rows_index.h"
 
 static constexpr RowsTable make_table(const char* name) {
-  return RowsTable{name,           linear,        pack_rows,        encode_rows,   linear_q8,      embedding,
-                   rms_norm,       rope,          attention_split,  attention_fold, attention_finish, router,
-                   silu_mul,       sigmoid_mul,   sigmoid_scale,    add_rows,      argmax,         stream_norm,
-                   silu_divided,   twice_sigmoid, stream_mean,      stream_add,    ngram_gate,     causal_conv,
-                   unit_length,    delta_gates,   delta_columns,    gated_delta,   gated_norm,     block_mean,
-                   block_scores,   function,      fma_rounds};
+  return RowsTable{name,           linear,        linear_packed,    pack_rows,      encode_rows,     linear_q8,
+                   embedding,      rms_norm,      rope,             attention_split, attention_fold, attention_finish,
+                   router,         silu_mul,      sigmoid_mul,      sigmoid_scale,  add_rows,        argmax,
+                   stream_norm,    silu_divided,  twice_sigmoid,    stream_mean,    stream_add,      ngram_gate,
+                   causal_conv,    unit_length,   delta_gates,      delta_columns,  gated_delta,     gated_norm,
+                   block_mean,     block_scores,  function,         fma_rounds};
 }

@@ -1,7 +1,8 @@
 // y = x W^T. The columns are cut into panels of kPanel; each panel is summed in the 16 lanes and their tree, and panels are
 // added in order. Two paths with the same bits: up to 5 rows stream the weights once from memory with everything in
 // registers; more rows convert 8 outputs of a panel to FP32 in the first-level cache and run register tiles over it, so
-// that nothing but y waits between panels.
+// that nothing but y waits between panels. Streams read plain rows; packed rows (rows.h) are read by panels alone, however
+// few of them a block has: the two ways to lay out x are two functions, so that none can be taken for the other (0110).
 // Q8_0 matrices have a product of their own (rows_q8.h); as a table of an embedding their weights are int8 * scale, which is
 // exact in FP32 (8 x 11 significant bits).
 
@@ -285,29 +286,36 @@ static void panel_rest(const float* x, int64_t x_stride, int rows, const float* 
   }
 }
 
-// Rows of x cut into panels (rows.h, RowBlocks), from row block `first` to `last`; columns are padded with zeros.
+// Rows of x cut into panels (rows.h, packed_block), from row block `first` to `last`; columns are padded with zeros.
 static void pack_rows(const float* x, int64_t rows, int64_t columns, int64_t first, int64_t last, float* packed) {
   const int64_t panels = (columns + kPanel - 1) / kPanel;
-  packed += first * panels * kBlockRows * kPanelStride;
+  packed += first * packed_block(columns);
   for (int64_t block = first; block < last; block++) {
     const int64_t count = rows - block * kBlockRows < kBlockRows ? rows - block * kBlockRows : kBlockRows;
-    for (int64_t p = 0; p < panels; p++, packed += kBlockRows * kPanelStride) {
+    for (int64_t p = 0; p < panels; p++, packed += kPackedPanel) {
       const int64_t c = p * kPanel, here = columns - c < kPanel ? columns - c : kPanel;
       for (int64_t r = 0; r < count; r++) {
         const float* from = x + (block * kBlockRows + r) * columns + c;
-        float* to = packed + r * kPanelStride;
+        float* to = packed + r * kPackedRow;
         for (int64_t i = 0; i < here; i += kWidth) store(to + i, take(from + i, static_cast<int>(here - i)));
       }
     }
   }
 }
 
+// Where row r has its panel p: x + p * panel + r * row.
+struct PanelRows {
+  const float* x;
+  int64_t row, panel;
+};
+
 // Outputs [first, last) of one block of rows.
 template <class Row>
-static void panels(const float* x, const RowBlocks& shape, int64_t rows, const WeightRows& w, int64_t first,
-                   int64_t last, float* y, int64_t y_stride) {
+static void panels(const PanelRows& x, int64_t rows, const WeightRows& w, int64_t first, int64_t last, float* y,
+                   int64_t y_stride) {
   alignas(64) float panel[kPanelOutputs * kPanelStride];
-  for (int64_t c = 0; c < w.columns; c += kPanel, x += shape.panel) {
+  const float* of_panel = x.x;
+  for (int64_t c = 0; c < w.columns; c += kPanel, of_panel += x.panel) {
     const int64_t columns = w.columns - c < kPanel ? w.columns - c : kPanel;
     for (int64_t o = first; o < last; o += kPanelOutputs) {
       const int outputs = static_cast<int>(last - o < kPanelOutputs ? last - o : kPanelOutputs);
@@ -315,34 +323,45 @@ static void panels(const float* x, const RowBlocks& shape, int64_t rows, const W
       fill_panel<Row>(w, o, outputs, c, columns, more ? o + kPanelOutputs : first, more ? c : c + kPanel, panel);
       int64_t r = 0;
       for (; r + kTileRows <= rows; r += kTileRows)
-        panel_rows<kTileRows>(x + r * shape.row, shape.row, panel, outputs, columns, c == 0, y + r * y_stride + o,
+        panel_rows<kTileRows>(of_panel + r * x.row, x.row, panel, outputs, columns, c == 0, y + r * y_stride + o,
                               y_stride);
-      panel_rest<kTileRows - 1>(x + r * shape.row, shape.row, static_cast<int>(rows - r), panel, outputs, columns,
-                                c == 0, y + r * y_stride + o, y_stride);
+      panel_rest<kTileRows - 1>(of_panel + r * x.row, x.row, static_cast<int>(rows - r), panel, outputs, columns, c == 0,
+                                y + r * y_stride + o, y_stride);
     }
   }
 }
 
 template <class Row>
-static void linear_in(const float* x, const RowBlocks& shape, int64_t rows, const WeightRows& w, int64_t first,
-                      int64_t last, float* y, int64_t y_stride) {
-  if (rows == 1) return stream<Row, 1, Row::kOutputs>(x, shape.row, w, first, last, y, y_stride);
-  if (rows == 2) return stream<Row, 2, 2>(x, shape.row, w, first, last, y, y_stride);
-  if (rows == 3) return stream<Row, 3, 2>(x, shape.row, w, first, last, y, y_stride);
-  if (rows == 4) return stream_few<Row, 4>(x, shape.row, w, first, last, y, y_stride);
-  if (rows == 5) return stream_few<Row, 5>(x, shape.row, w, first, last, y, y_stride);
-  for (int64_t block = 0; block * kBlockRows < rows; block++) {
-    const int64_t t = block * kBlockRows, count = rows - t < kBlockRows ? rows - t : kBlockRows;
-    panels<Row>(x + block * shape.block, shape, count, w, first, last, y + t * y_stride, y_stride);
+static void linear_plain(const float* x, int64_t x_stride, int64_t rows, const WeightRows& w, int64_t first,
+                         int64_t last, float* y, int64_t y_stride) {
+  if (rows == 1) return stream<Row, 1, Row::kOutputs>(x, x_stride, w, first, last, y, y_stride);
+  if (rows == 2) return stream<Row, 2, 2>(x, x_stride, w, first, last, y, y_stride);
+  if (rows == 3) return stream<Row, 3, 2>(x, x_stride, w, first, last, y, y_stride);
+  if (rows == 4) return stream_few<Row, 4>(x, x_stride, w, first, last, y, y_stride);
+  if (rows == 5) return stream_few<Row, 5>(x, x_stride, w, first, last, y, y_stride);
+  for (int64_t t = 0; t < rows; t += kBlockRows) {
+    const int64_t count = rows - t < kBlockRows ? rows - t : kBlockRows;
+    panels<Row>(PanelRows{x + t * x_stride, x_stride, kPanel}, count, w, first, last, y + t * y_stride, y_stride);
   }
 }
 
-static void linear(const float* x, const RowBlocks& shape, int64_t rows, const WeightRows& w, int64_t first,
-                   int64_t last, float* y, int64_t y_stride) {
+// Rows as they lie, `x_stride` floats apart.
+static void linear(const float* x, int64_t x_stride, int64_t rows, const WeightRows& w, int64_t first, int64_t last,
+                   float* y, int64_t y_stride) {
   if (w.format == kF32)
-    linear_in<RowF32>(x, shape, rows, w, first, last, y, y_stride);
+    linear_plain<RowF32>(x, x_stride, rows, w, first, last, y, y_stride);
   else
-    linear_in<RowBf16>(x, shape, rows, w, first, last, y, y_stride);
+    linear_plain<RowBf16>(x, x_stride, rows, w, first, last, y, y_stride);
+}
+
+// One block that pack_rows made, of at most kBlockRows rows.
+static void linear_packed(const float* packed, int64_t rows, const WeightRows& w, int64_t first, int64_t last, float* y,
+                          int64_t y_stride) {
+  const PanelRows x{packed, kPackedRow, kPackedPanel};
+  if (w.format == kF32)
+    panels<RowF32>(x, rows, w, first, last, y, y_stride);
+  else
+    panels<RowBf16>(x, rows, w, first, last, y, y_stride);
 }
 
 template <class Row>
