@@ -1,7 +1,8 @@
 """Rules that all tests run under: oracles must be there, nothing is skipped but for hardware, nobody's home is touched.
 
-A test marked gpu, avx512 or browser is left out where the machine lacks that, and counted in the last line. Any other
-skip is a failure, as is a missing oracle package: a test that silently does not run proves nothing.
+A test marked gpu, avx512 or browser is left out where the machine lacks that, and counted in the last line, as are
+those marked long, which run with --long alone (`make test-all`). Any other skip is a failure, as is a missing oracle
+package: a test that silently does not run proves nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +48,12 @@ def has_browser() -> bool:
     )
 
 
+LEFT_LONG = pytest.StashKey[int]()
 HARDWARE = {"gpu": has_gpu, "avx512": has_avx512, "browser": has_browser}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run the tests marked long, as make test-all does")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,7 +66,26 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("strata")
 
 
+def leave_long(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left = [item for item in items if item.get_closest_marker("long")]
+    items[:] = [item for item in items if not item.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=left)
+    config.stash[LEFT_LONG] = len(left)
+    if hasattr(config, "workeroutput"):  # a process of xdist; each collects the same
+        config.workeroutput["left_long"] = len(left)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """xdist: a worker is done. Its count comes to the process that prints."""
+    count = getattr(node, "workeroutput", {}).get("left_long", 0)
+    node.config.stash[LEFT_LONG] = max(node.config.stash.get(LEFT_LONG, 0), count)
+
+
+@pytest.hookimpl(trylast=True)  # what -m and -k leave out is not counted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long"):
+        leave_long(config, items)
     required = os.environ.get(REQUIRE, "")
     for name, is_present in HARDWARE.items():
         marked = [item for item in items if item.get_closest_marker(name)]
@@ -103,6 +129,9 @@ LEFT_OUT = pytest.StashKey[dict[str, int]]()
 def pytest_unconfigure(config: pytest.Config) -> None:
     counts = config.stash.get(LEFT_OUT, None)
     if counts is not None:
+        left = config.stash.get(LEFT_LONG, 0)
+        if left:
+            print(f"left for make test-all: {left}")
         print("not run on this machine: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
 
 
@@ -120,7 +149,7 @@ def own_environment(
     Where there is a card, ``auto`` would take it: only tests marked gpu may.
     """
     for name in list(os.environ):
-        if name.startswith("STRATA_") and name not in (REQUIRE, "STRATA_ISA"):
+        if name.startswith("STRATA_") and name not in (REQUIRE, "STRATA_ISA", "STRATA_NATIVE"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("STRATA_HOME", str(session_home))
     if has_gpu() and request.node.get_closest_marker("gpu") is None:

@@ -1,8 +1,9 @@
-"""The rules of conftest.py bite: unexplained skips fail, hardware skips are counted in the last line."""
+"""The rules of conftest.py bite: unexplained skips fail; what is left out is counted in the last lines."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,13 @@ def test_on_both(): pass
 
 @pytest.mark.xfail(reason="known", strict=True)
 def test_known_to_fail(): assert False
+
+@pytest.mark.long
+def test_of_many_minutes(): pass
+
+@pytest.mark.long
+@pytest.mark.gpu
+def test_of_many_minutes_on_a_card(): pass
 """
 
 
@@ -52,8 +60,27 @@ def test_unexplained_skips_fail(root: Path, tmp_path: Path, workers: str) -> Non
     status, out = run_suite(root, tmp_path, "-n", workers)
     assert status == 1
     assert "skipped, which only tests marked gpu, avx512, browser may be" in out
-    assert "1 failed, 1 passed, 2 skipped, 1 xfailed, 1 error" in out
-    assert out.rstrip().splitlines()[-1] == "not run on this machine: 2 gpu, 1 avx512, 0 browser"
+    assert re.search("1 failed, 1 passed, 2 skipped,( 2 deselected,)? 1 xfailed, 1 error", out)
+    assert out.rstrip().splitlines()[-2:] == [
+        "left for make test-all: 2",
+        "not run on this machine: 2 gpu, 1 avx512, 0 browser",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_long_tests_run_where_they_are_asked_for(root: Path, tmp_path: Path, workers: str) -> None:
+    _, out = run_suite(root, tmp_path, "-n", workers, "--long")
+    assert "1 failed, 2 passed, 3 skipped, 1 xfailed, 1 error" in out
+    assert "left for make test-all" not in out
+    assert out.rstrip().splitlines()[-1] == "not run on this machine: 3 gpu, 1 avx512, 0 browser"
+
+
+def test_only_long_tests_that_were_asked_for_are_counted_as_left(root: Path, tmp_path: Path) -> None:
+    status, out = run_suite(root, tmp_path, "-k", "passes or on_a_card and many")
+    assert status == 0
+    assert "1 passed" in out
+    assert out.rstrip().splitlines()[-2] == "left for make test-all: 1"
 
 
 def test_a_whole_file_may_not_be_skipped(root: Path, tmp_path: Path) -> None:

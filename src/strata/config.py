@@ -53,6 +53,7 @@ OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
     {
         "STRATA_HOME": "Folder of models, compiled kernels, profiles, calibration, logs and config.toml.",
         "STRATA_ISA": "Instruction set of the native library, not the best one: scalar, avx2, avxvnni, avx512.",
+        "STRATA_NATIVE": "File of another native library; set by make test-sanitize to the one with checks.",
         "STRATA_TESTS_REQUIRE": "Hardware marker whose tests must run; set by make test-gpu and make test-cpu512.",
     }
 )

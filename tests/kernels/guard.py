@@ -1,9 +1,9 @@
 """Memory that stands against reads and writes past its end, and memory whose old contents are seen.
 
 Two mechanisms for all tests of native kernels (decision record 0110). ``behind`` copies a tensor so that its last byte
-is the last before a page that may not be touched: who reads one byte further dies at once, with the library as it is
-shipped and at every instruction set. ``poisoned`` fills what nobody wrote: torch's new tensors with NaN (floats) or the
-largest number (integers), the library's scratch with bytes of 0xFF.
+is the last before a page that may not be touched: who reads one byte further gets the error of a memory fault, or dies,
+with the library as it is shipped and at every instruction set. ``poisoned`` fills what nobody wrote: torch's new
+tensors with NaN (floats) or the largest number (integers), the library's scratch with bytes of 0xFF.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from strata.kernels.cpu import library
@@ -53,6 +54,12 @@ def span_of(tensor: torch.Tensor) -> int:
 def behind(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of ``tensor`` that ends where touching is forbidden."""
     return Room(span_of(tensor) * tensor.element_size()).place(tensor)
+
+
+def array_behind(array: np.ndarray) -> np.ndarray:
+    """A copy of a contiguous array, of any type, that ends where touching is forbidden."""
+    flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return behind(flat).numpy().view(array.dtype).reshape(array.shape) if flat.numel() else array
 
 
 def everything_behind(value: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:

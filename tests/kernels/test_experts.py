@@ -15,6 +15,7 @@ from strata.kernels.cpu import library, pool
 from strata.kernels.cpu.experts import ExpertKernel, ExpertTasks, group_picks
 from strata.quant import ExpertFormat, ExpertLayout, QuantisedMatrix, quantise
 from tests.kernels import expert_mirror as mirror
+from tests.kernels.guard import array_behind, behind
 
 FORMATS: tuple[ExpertFormat, ...] = ("nvfp4", "q8_0", "bf16")
 # 'vector' is every vector level of this processor but AVX-512, which has its own mark. Processors with AVX-512 have
@@ -36,22 +37,14 @@ def levels_of(name: str) -> list[str]:
     return [level for level in library.available_isa_levels() if level not in ("scalar", "avx512")]
 
 
-def at_page(blobs: torch.Tensor) -> torch.Tensor:
-    """A copy that starts at a page; the view keeps its memory alive."""
-    raw = torch.empty(blobs.numel() + 4096, dtype=torch.uint8)
-    start = -raw.data_ptr() % 4096
-    place = raw[start : start + blobs.numel()].view(blobs.shape)
-    place.copy_(blobs)
-    return place
-
-
 class Packed:
     """Some experts of one layout, at their addresses, beside their matrices in row order."""
 
     def __init__(self, layout: ExpertLayout, gate: QuantisedMatrix, up: QuantisedMatrix, down: QuantisedMatrix):
         blobs, scales = layout.pack(gate, up, down)
         blobs[:, layout.payload_bytes :] = 0xFF  # the tail of the last page is never read
-        self.layout, self.blobs, self.scales = layout, at_page(blobs), scales.numpy()
+        self.layout, self.blobs, self.scales = layout, behind(blobs), scales.numpy()
+        assert self.blobs.data_ptr() % 4096 == 0  # blobs are whole pages
         self.parts = (gate, up, down)
         self.kernel = ExpertKernel(layout)
 
@@ -72,12 +65,13 @@ class Packed:
     def tasks(self, ids: np.ndarray) -> ExpertTasks:
         tasks = group_picks(ids.astype(np.int32))
         tasks.place(self.addresses, self.scales)
-        return tasks
+        return ExpertTasks(tasks.experts, *map(array_behind, (tasks.tasks, tasks.rows, tasks.slots)))
 
     def compute(self, x: torch.Tensor, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Results [T, K, H] as bits, and the flags."""
-        out = torch.full((*ids.shape, self.layout.hidden), torch.nan)
-        flags = self.kernel.compute(self.tasks(ids), x.contiguous(), out)
+        out = behind(torch.full((*ids.shape, self.layout.hidden), torch.nan))
+        flags = array_behind(np.zeros(len(x), np.uint8))
+        self.kernel.compute(self.tasks(ids), behind(x.contiguous()), out, flags)
         return out.numpy().view(np.int32), flags
 
     def expected(self, x: torch.Tensor, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

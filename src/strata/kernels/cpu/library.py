@@ -2,7 +2,8 @@
 
 Lives here because every native kernel is reached through it; each module declares the symbols it calls
 itself, with ``declare``. It must not know what any kernel computes. ``STRATA_ISA`` (scalar, avx2, avxvnni,
-avx512) forces a level; all levels give the same bits.
+avx512) forces a level; all levels give the same bits. ``STRATA_NATIVE`` names another library: the one with checks that
+``make test-sanitize`` builds.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ _PATH = Path(__file__).resolve().parents[2] / "_native" / "libstrata_cpu.so"
 def library() -> ctypes.CDLL:
     """The native library, loaded once. Raises ``EngineError`` if it was not built, ``ConfigError`` for a bad
     ``STRATA_ISA``."""
-    if not _PATH.exists():
-        raise EngineError(f"the native library {_PATH.name} is not built", "run `make build`, or reinstall the package")
+    chosen = os.environ.get("STRATA_NATIVE", "").strip()
+    path = Path(chosen) if chosen else _PATH
+    if not path.exists():
+        hint = "unset STRATA_NATIVE" if chosen else "run `make build`, or reinstall the package"
+        raise EngineError(f"the native library {chosen or path.name} is not built", hint)
     try:
-        loaded = ctypes.CDLL(str(_PATH))
+        loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise EngineError(
-            f"the native library {_PATH.name} cannot be loaded: {error}", "rebuild it on this machine with `make build`"
+            f"the native library {path.name} cannot be loaded: {error}", "rebuild it on this machine with `make build`"
         ) from error
     loaded.strata_last_error.restype = ctypes.c_char_p
     forced = os.environ.get("STRATA_ISA", "").strip().lower()
