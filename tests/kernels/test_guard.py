@@ -32,9 +32,10 @@ print("after", flush=True)
 
 def run_planted(root: Path, given: int, *, guarded: bool, level: str = "") -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(root), str(root / "src")])
+    environment = {**os.environ, "PYTHONPATH": path, "STRATA_ISA": level or library.isa()}
     return subprocess.run(
         [sys.executable, "-c", PLANTED.format(given=given, guarded=guarded)],
-        env={**os.environ, "PYTHONPATH": path, "STRATA_ISA": level or library.isa()}, cwd=root, capture_output=True, text=True, check=False, timeout=250,
+        env=environment, cwd=root, capture_output=True, text=True, check=False, timeout=250,
     )  # fmt: skip
 
 
