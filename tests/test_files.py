@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from strata.files import atomic_write
+from strata.files import atomic_write, open_regular, read_regular
 
 
 def test_new_content_appears_at_the_end(tmp_path: Path) -> None:
@@ -70,3 +71,46 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     assert result.returncode == -signal.SIGKILL
     assert path.read_bytes() == b"old"
     assert all(one == path or one.name.endswith(".partial") for one in tmp_path.iterdir())
+
+
+def test_a_regular_file_is_read_whole(tmp_path: Path) -> None:
+    path, link = tmp_path / "x", tmp_path / "link"
+    path.write_bytes(b"abc" * 100_000)
+    link.symlink_to(path)
+    assert read_regular(link) == b"abc" * 100_000
+    assert read_regular(path, 300_000) == b"abc" * 100_000
+    with pytest.raises(OSError, match=r"holds more than 299,999 bytes") as caught:
+        read_regular(path, 299_999)
+    assert caught.value.errno == errno.EFBIG
+    descriptor = open_regular(path)
+    try:
+        assert os.pread(descriptor, 3, 3) == b"abc"
+        assert not os.get_inheritable(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("pipe", "a named pipe, not a file"), ("endless", "a device, not a file"), ("folder", "a folder, not a file")],
+)
+def test_what_is_no_regular_file_is_named_at_once(tmp_path: Path, kind: str, words: str) -> None:
+    path = tmp_path / "x"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=words) as caught:
+        read_regular(path)
+    assert caught.value.filename == str(path)
+    assert caught.value.strerror == f"it is {words}"
+    assert set(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "none")
+
+
+def test_a_file_that_tells_no_size_is_read_to_its_end() -> None:
+    assert read_regular("/proc/self/limits").startswith(b"Limit")

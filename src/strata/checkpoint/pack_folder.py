@@ -17,6 +17,7 @@ from typing import IO
 
 from strata.checkpoint.recognise import UNFINISHED_SUFFIX
 from strata.errors import CheckpointError
+from strata.files import open_regular
 
 __all__ = ["WholeFolder"]
 
@@ -77,8 +78,9 @@ class WholeFolder:
             return os.fstat(file.fileno()).st_size
 
     def copy(self, source: Path) -> int:
-        """Copies a file under its own name, syncs it, and returns its size."""
-        with source.open("rb") as opened:
+        """Copies the bytes of a regular file, or of the one that a link leads to, under its own name, syncs the copy,
+        and returns its size."""
+        with os.fdopen(open_regular(source), "rb") as opened:
             return self.write(source.name, lambda file: shutil.copyfileobj(opened, file))
 
     def _publish(self) -> None:

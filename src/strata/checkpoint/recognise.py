@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from strata.errors import CheckpointError
+from strata.files import NotRegularError, open_regular, read_regular
 
 __all__ = ["Kind", "Recognised", "find_checkpoint", "find_pack", "naming_config", "recognise", "unreadable"]
 
@@ -117,7 +119,9 @@ def recognise(path: str | Path) -> Recognised:
 def unreadable(path: Path, error: OSError) -> CheckpointError:
     """The one-line error for a file or folder that the operating system does not let be read, with the way out."""
     hint = "look at the file and the disk that it lies on"
-    if error.errno in (errno.EACCES, errno.EPERM):
+    if isinstance(error, NotRegularError):
+        hint = "put the file itself in its place"
+    elif error.errno in (errno.EACCES, errno.EPERM):
         hint = "give this user the right to read it, and to enter the folders above it"
     elif error.errno == errno.ENAMETOOLONG:
         hint = f"give the path of a folder; {READS}"
@@ -125,14 +129,14 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 @contextlib.contextmanager
-def naming_config(folder: Path) -> Iterator[None]:
-    """A family's refusal of a config says 'config.json'; here it becomes the path of this folder's own."""
+def naming_config(folder: Path, name: str = "config.json") -> Iterator[None]:
+    """A family's refusal of a config says 'config.json'; here it becomes the path of this folder's own, ``name``."""
     try:
         yield
     except CheckpointError as error:
         if not error.message.startswith("config.json"):
             raise
-        raise CheckpointError(f"{folder / 'config.json'}{error.message[len('config.json') :]}", error.hint) from error
+        raise CheckpointError(f"{folder / name}{error.message[len('config.json') :]}", error.hint) from error
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -161,7 +165,7 @@ def find_pack(path: str | Path) -> Path:
 
 
 def _recognise_file(path: Path) -> Recognised:
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         start = file.read(64)
     if start[:4] in (b"GGUF", b"FUGG"):
         if path.name.startswith("sha256-"):
@@ -337,8 +341,8 @@ def _unfinished(path: Path) -> Recognised:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes()) if path.is_file() else None
-    except (FileNotFoundError, ValueError, RecursionError):
+        return json.loads(read_regular(path))
+    except (FileNotFoundError, NotRegularError, ValueError, RecursionError):
         return None
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from strata.checkpoint.recognise import unreadable
 from strata.errors import CheckpointError
+from strata.files import open_regular
 
 __all__ = ["DTYPE_BITS", "TensorSpec", "parse_header"]
 
@@ -65,11 +67,13 @@ class TensorSpec:
         return math.prod(self.shape)
 
 
-def parse_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
-    """(tensors by name in file order, metadata) of ``path``. Raises ``CheckpointError`` on anything unsound."""
+def parse_header(path: Path, descriptor: int | None = None) -> tuple[dict[str, TensorSpec], dict[str, str]]:
+    """(tensors by name in file order, metadata) of ``path``, or of the open file ``descriptor`` of that name, whose
+    position it moves. Raises ``CheckpointError`` on anything unsound."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path) if descriptor is None else os.dup(descriptor), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(0)
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise CheckpointError(f"{path} is {size} bytes: too short for a safetensors header", _AGAIN)

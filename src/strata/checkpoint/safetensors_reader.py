@@ -22,6 +22,7 @@ from strata.checkpoint.recognise import find_checkpoint, unreadable
 from strata.checkpoint.safetensors_header import TensorSpec, parse_header
 from strata.checkpoint.weight_memory import ByteArray, TakeMemory, fresh_memory
 from strata.errors import CheckpointError
+from strata.files import open_regular, read_regular
 
 __all__ = ["Checkpoint", "list_names", "read_bytes", "read_json_object"]
 
@@ -88,7 +89,7 @@ class Checkpoint:
         with self._lock:
             if path not in self._files:
                 try:
-                    self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+                    self._files[path] = open_regular(path)
                 except OSError as error:
                     raise unreadable(path, error) from error
             return self._files[path]
@@ -150,9 +151,11 @@ def _read_into(descriptor: int, view: memoryview, offset: int) -> int:
 def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON file that must hold an object."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_regular(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error})", "fetch the file again") from error
     if not isinstance(value, dict):

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata.errors import CheckpointError, ConfigError, MemoryPlanError
+from strata.files import open_regular
 from strata.kernels.cpu.checksum import checksum_at
 from strata.kernels.cpu.stager import ReadFailure, Stager
 from strata.kernels.cpu.synthetic import BlobRecipe
@@ -170,7 +171,7 @@ class ExpertSource:
         try:
             if direct:
                 return system.open_direct(path)
-            return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+            return open_regular(path)
         except OSError as error:
             raise CheckpointError(f"{path.name} cannot be opened: {error.strerror}", "restore the file") from error
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from strata.files import open_regular
 from strata.kernels.cpu.library import check, declare
 from strata.kernels.cpu.stager import Stager
 from strata.memory.stager_sizing import count_threads
@@ -207,7 +208,7 @@ def _measure_file(path: Path, stager: Stager, target: system.Region, passes: int
     step = path.stat().st_size // number // system.PAGE_BYTES * system.PAGE_BYTES
     pieces = [(index * step, PIECE_BYTES) for index in range(number)]
     place = {at: target.address + index * PIECE_BYTES for index, (at, _) in enumerate(pieces)}
-    plain = os.open(path, os.O_RDONLY)
+    plain = open_regular(path)
     try:
         _run(stager, pieces, lambda at, n: stager.read(plain, at, place[at], n))  # into the cache
     finally:
@@ -218,7 +219,7 @@ def _measure_file(path: Path, stager: Stager, target: system.Region, passes: int
     mapped = _steady(_sum(mapping.address + at, PIECE_BYTES, advise=True) for at, _ in pieces * passes)
     mapping.free()
     try:
-        direct = os.open(path, os.O_RDONLY | system.direct_read_flag())
+        direct = open_regular(path, system.direct_read_flag())
     except OSError:  # a file system in RAM has no drive to read past its cache
         return mapped, None
     scattered = sorted(pieces, key=lambda part: hash(part[0] * 0x9E3779B1) & 0xFFFF)

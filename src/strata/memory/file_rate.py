@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from strata.files import open_regular
 from strata.kernels.cpu.stager import Stager
 from strata.memory.system import system
 
@@ -24,7 +25,7 @@ IN_FLIGHT = 8  # pieces; drives want several reads at once
 def drop_caches(files: Sequence[Path]) -> None:
     """Takes the files out of the page cache where the system can; what is not on the drive yet is written first."""
     for path in files:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_regular(path)
         try:
             with suppress(OSError):  # a system on which it takes a descriptor to write by
                 os.fsync(descriptor)
@@ -41,7 +42,7 @@ def read_rate(files: Sequence[Path], most_bytes: int, *, direct: bool) -> float:
     done, began = 0, time.perf_counter()
     try:
         for path in files:
-            descriptor = system.open_direct(path) if direct else os.open(path, os.O_RDONLY)
+            descriptor = system.open_direct(path) if direct else open_regular(path)
             if descriptor is None:
                 return 0.0
             try:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from strata.files import open_regular
 from strata.memory.limits import Advice, LockRefused, MemoryLimit
 
 __all__ = [
@@ -87,7 +88,7 @@ class FileMap:
     def __init__(self, path: Path) -> None:
         self._bytes: NDArray[np.uint8] | None = None
         self.address = 0
-        with path.open("rb") as handle:
+        with os.fdopen(open_regular(path), "rb") as handle:
             self.nbytes = os.fstat(handle.fileno()).st_size
             if self.nbytes:  # an empty file has nothing to map
                 mapped = mmap.mmap(handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
@@ -265,7 +266,7 @@ def direct_read_flag() -> int:
 def open_direct(path: Path) -> int | None:
     """A descriptor whose reads go past the page cache; None where the file system refuses that, at once or later."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        descriptor = open_regular(path, os.O_DIRECT)
     except OSError as error:
         if error.errno == errno.EINVAL:
             return None

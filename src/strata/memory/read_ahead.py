@@ -6,10 +6,12 @@ none, or the file is gone, whoever reads it afterwards reads it as always. It mu
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import suppress
 from pathlib import Path
 
+from strata.files import open_regular
 from strata.memory.system import system
 
 __all__ = ["ReadAhead"]
@@ -51,8 +53,8 @@ class ReadAhead:
     def _run(self) -> None:
         assert self._path is not None
         try:
-            with self._path.open("rb", buffering=0) as file:
-                end = self._path.stat().st_size
+            with os.fdopen(open_regular(self._path), "rb", buffering=0) as file:
+                end = os.fstat(file.fileno()).st_size
                 for at in range(0, end, PIECE_BYTES):
                     if not self._may_read(at) or not system.read_ahead(file.fileno(), at, min(PIECE_BYTES, end - at)):
                         return
