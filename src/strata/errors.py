@@ -15,7 +15,22 @@ __all__ = [
     "RequestError",
     "StrataError",
     "lacks_memory",
+    "one_line",
 ]
+
+
+_LONGEST = 2000  # characters of a line; the longest that names its numbers have a tenth of it, and a path
+
+
+def one_line(text: str) -> str:
+    """``text`` in one line that a terminal only shows: what a damaged file says is in it, of any length and letters."""
+    text = " ".join(text.split())
+    if len(text) > _LONGEST:
+        half = _LONGEST // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 class StrataError(Exception):
@@ -27,8 +42,8 @@ class StrataError(Exception):
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
-        self.message = " ".join(message.split())
-        self.hint = " ".join(hint.split())
+        self.message = one_line(message)
+        self.hint = one_line(hint)
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message

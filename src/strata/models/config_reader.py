@@ -11,9 +11,10 @@ from typing import Any
 
 from strata.errors import CheckpointError
 
-__all__ = ["ConfigReader"]
+__all__ = ["MAX_EPS", "MAX_LAYERS", "MAX_THETA", "ConfigReader"]
 
 _ABSENT = object()
+_LARGEST_NUMBER = 3.4e38  # of FP32
 _PLAIN: Mapping[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -32,6 +33,8 @@ _PLAIN: Mapping[str, Any] = {
     "logit_scale": 1.0,
 }
 _LARGEST = 1 << 31  # no size of a real model reaches it, and products of two stay in 64 bits
+MAX_EPS, MAX_THETA = 0.1, 1e12  # of norms and of rotary positions: real ones are below 1e-4 and 1e8
+MAX_LAYERS = 1024  # ten times those of the deepest released model; each has lists of its own
 
 
 class ConfigReader:
@@ -54,24 +57,26 @@ class ConfigReader:
             raise self.refusal(f"{' or '.join(keys)} is missing")
         return default
 
-    def integer(self, *keys: str, default: Any = _ABSENT, least: int = 1) -> int:
-        """An integer in [least, 2^31)."""
+    def integer(self, *keys: str, default: Any = _ABSENT, least: int = 1, most: int = _LARGEST - 1) -> int:
+        """An integer in [least, most]."""
         found = self.value(*keys, default=default)
-        if isinstance(found, bool) or not isinstance(found, int) or not least <= found < _LARGEST:
-            raise self.refusal(f"{keys[0]} is {found!r}, an integer of at least {least} is expected")
+        if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
+            bounds = f"of at least {least}" + ("" if most == _LARGEST - 1 else f" and at most {most}")
+            raise self.refusal(f"{keys[0]} is {_shown(found)}, an integer {bounds} is expected")
         return found
 
-    def number(self, *keys: str, default: Any = _ABSENT) -> float:
-        """A positive finite number."""
+    def number(self, *keys: str, default: Any = _ABSENT, most: float = _LARGEST_NUMBER) -> float:
+        """A number above zero, at most ``most``."""
         found = self.value(*keys, default=default)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < float("inf"):
-            raise self.refusal(f"{keys[0]} is {found!r}, a positive number is expected")
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found <= most:
+            bounds = "" if most == _LARGEST_NUMBER else f" of at most {most:g}"
+            raise self.refusal(f"{keys[0]} is {_shown(found)}, a positive number{bounds} is expected")
         return float(found)
 
     def flag(self, key: str, *, default: Any = _ABSENT) -> bool:
         found = self.value(key, default=default)
         if not isinstance(found, bool):
-            raise self.refusal(f"{key} is {found!r}, true or false is expected")
+            raise self.refusal(f"{key} is {_shown(found)}, true or false is expected")
         return found
 
     def choice(self, key: str, allowed: Collection[str], *, default: Any = _ABSENT) -> str:
@@ -91,14 +96,14 @@ class ConfigReader:
         """Token ids given as one integer or a list; empty when absent."""
         found = self.value(key, default=[])
         listed = found if isinstance(found, list) else [found]
-        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in listed):
-            raise self.refusal(f"{key} is {found!r}, token ids are expected")
+        if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < _LARGEST for i in listed):
+            raise self.refusal(f"{key} is {_shown(found)}, token ids are expected")
         return tuple(listed)
 
     def nested(self, key: str) -> ConfigReader:
         found = self.value(key)
         if not isinstance(found, Mapping):
-            raise self.refusal(f"{key} is {found!r}, an object is expected")
+            raise self.refusal(f"{key} is {_shown(found)}, an object is expected")
         return ConfigReader(found, f"{self._where} {key}")
 
     def rope(self) -> ConfigReader:
@@ -106,13 +111,13 @@ class ConfigReader:
         name = "rope_parameters" if self.has("rope_parameters") else "rope_scaling"
         inside = self.value(name, default={})
         if not isinstance(inside, Mapping):
-            raise self.refusal(f"{name} is {inside!r}, an object is expected")
+            raise self.refusal(f"{name} is {_shown(inside)}, an object is expected")
         beside = {key: self._raw[key] for key in ("rope_theta", "partial_rotary_factor") if self.has(key)}
         reader = ConfigReader({**beside, **inside}, f"{self._where} {name}")
         kind = reader.value("rope_type", "type", default="default")
         if kind not in ("default", "mrope"):
             raise self.refusal(
-                f"rope type {kind!r} is not implemented", "use a checkpoint whose rope type is 'default'"
+                f"rope type {_shown(kind)} is not implemented", "use a checkpoint whose rope type is 'default'"
             )
         return reader
 
@@ -132,5 +137,13 @@ class ConfigReader:
 
 
 def _as_json(value: Any) -> str:
-    """As the file writes it: true, not True."""
-    return json.dumps(value, default=str)
+    """As the file writes it: true, not True; cut where it is long."""
+    return _cut(json.dumps(value, default=str))
+
+
+def _shown(value: Any) -> str:
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:150]}... ({len(text):,} characters)"

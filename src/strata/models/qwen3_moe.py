@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from strata.checkpoint.weight_map import ExpertEntry, WeightEntry, WeightMap, WeightRole
-from strata.models.config_reader import ConfigReader
+from strata.models.config_reader import MAX_EPS, MAX_LAYERS, MAX_THETA, ConfigReader
 from strata.models.expert_sources import expert_sources
 from strata.models.round_sizes import cut_values, expert_values
 
@@ -89,7 +89,7 @@ def read_config(raw: Mapping[str, Any]) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
         vocabulary=reader.integer("vocab_size"),
         hidden=hidden,
-        num_layers=reader.integer("num_hidden_layers"),
+        num_layers=reader.integer("num_hidden_layers", most=MAX_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_width=head_width,
@@ -97,8 +97,8 @@ def read_config(raw: Mapping[str, Any]) -> Qwen3MoeConfig:
         top_k=top_k,
         renormalise=reader.flag("norm_topk_prob", default=False),
         expert_intermediate=reader.integer("moe_intermediate_size"),
-        eps=reader.number("rms_norm_eps", default=1e-6),
-        rope_theta=rope.number("rope_theta", default=10000.0),
+        eps=reader.number("rms_norm_eps", default=1e-6, most=MAX_EPS),
+        rope_theta=rope.number("rope_theta", default=10000.0, most=MAX_THETA),
         max_positions=reader.integer("max_position_embeddings"),
         tied=reader.flag("tie_word_embeddings", default=False),
         eos_ids=reader.ids("eos_token_id"),

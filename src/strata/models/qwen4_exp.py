@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from strata.models.config_reader import ConfigReader
+from strata.models.config_reader import MAX_EPS, MAX_LAYERS, MAX_THETA, ConfigReader
 from strata.models.qwen4_exp_weights import weight_map
 from strata.models.round_sizes import cut_values, expert_values
 
@@ -31,6 +31,10 @@ _LAYER_KINDS: Mapping[str, LayerKind] = {
     "qwen_sparse_attention": "attention",
     "indexed_attention": "attention",
 }
+
+
+# Far above any released model: each head of each module is a prime to be found, each part a name.
+_MOST_NGRAMS, _MOST_ORDERS, _MOST_HEADS, _MOST_PARTS = 16, 8, 64, 1 << 14
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ def read_config(raw: Mapping[str, Any]) -> Qwen4ExpConfig:
         streams=text.integer("hc_count", default=4, least=2),
         mixer_rank=text.integer("hc_lowrank", default=320),
         ngram=_ngram(text, kinds, hidden),
-        eps=text.number("rms_norm_eps", default=1e-6),
+        eps=text.number("rms_norm_eps", default=1e-6, most=MAX_EPS),
         max_positions=text.integer("max_position_embeddings"),
         tied=outer.flag("tie_word_embeddings", default=False),
         eos_ids=text.ids("eos_token_id"),
@@ -179,7 +183,7 @@ def read_config(raw: Mapping[str, Any]) -> Qwen4ExpConfig:
 
 
 def _layer_kinds(text: ConfigReader) -> tuple[LayerKind, ...]:
-    count = text.integer("num_hidden_layers")
+    count = text.integer("num_hidden_layers", most=MAX_LAYERS)
     interval = text.integer("full_attention_interval", default=4)
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
     names = text.value("layer_types", default=default)
@@ -194,7 +198,7 @@ def _layer_kinds(text: ConfigReader) -> tuple[LayerKind, ...]:
 def _attention_sizes(text: ConfigReader) -> dict[str, Any]:
     rope = text.rope()
     heads, kv_heads, width = (text.integer(k) for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    rotary = int(width * rope.number("partial_rotary_factor", default=1.0))
+    rotary = int(width * rope.number("partial_rotary_factor", default=1.0, most=1.0))
     index_width, block = text.integer("indexer_head_dim"), text.integer("indexer_compress_ratio")
     budget = text.integer("indexer_budget")
     text.require("indexer_kv_heads", 1)
@@ -209,7 +213,7 @@ def _attention_sizes(text: ConfigReader) -> dict[str, Any]:
         "kv_heads": kv_heads,
         "head_width": width,
         "rotary": rotary,
-        "rope_theta": rope.number("rope_theta", default=10000.0),
+        "rope_theta": rope.number("rope_theta", default=10000.0, most=MAX_THETA),
         "index_heads": text.integer("indexer_n_heads"),
         "index_width": index_width,
         "index_block": block,
@@ -253,7 +257,10 @@ def _ngram(text: ConfigReader, kinds: tuple[LayerKind, ...], hidden: int) -> Ngr
         return None
     if not all(0 <= block < len(kinds) and kinds[block] == "linear" for block in blocks):
         raise text.refusal(f"ple_layer_ids {ids} must name linear attention layers out of 1..{len(kinds)}")
-    order, heads = text.integer("ngram_size", default=3, least=2), text.integer("heads_per_ngram", default=8)
+    if len(blocks) > _MOST_NGRAMS:
+        raise text.refusal(f"ple_layer_ids names {len(blocks)} layers, up to {_MOST_NGRAMS} are read")
+    order = text.integer("ngram_size", default=3, least=2, most=_MOST_ORDERS)
+    heads = text.integer("heads_per_ngram", default=8, most=_MOST_HEADS)
     width = text.integer("ple_embed_dim", default=hidden)
     if width % ((order - 1) * heads):
         raise text.refusal(f"ple_embed_dim {width} is no multiple of {(order - 1) * heads} n-gram heads")
@@ -269,7 +276,7 @@ def _ngram(text: ConfigReader, kinds: tuple[LayerKind, ...], hidden: int) -> Ngr
         base=text.integer("ngram_vocab_size_base", default=20_000_000, least=2),
         divisor=text.integer("make_ngram_vocab_size_divisible_by", default=128),
         seed=text.integer("seed", default=1234, least=0),
-        parts=text.integer("split_ngram_parts", default=512),
+        parts=text.integer("split_ngram_parts", default=512, most=_MOST_PARTS),
         boundary=eos_ids[0],
     )
 
