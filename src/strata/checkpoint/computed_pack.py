@@ -23,16 +23,19 @@ __all__ = ["write_computed_pack"]
 
 
 class _ComputedSource:
-    """A ``WeightSource`` over a computed model of ``weight_map``; its experts are taken as blobs."""
-
-    absent_groups: frozenset[str] = frozenset()
+    """A ``WeightSource`` over a computed model, which lacks optional groups of ``weight_map``; its experts are taken as
+    blobs."""
 
     def __init__(self, reader: SyntheticReader, weight_map: WeightMap) -> None:
         self._reader = reader
         self.name = reader.manifest.source_name
         self.config: dict[str, Any] = reader.manifest.config
-        self.entries = weight_map.dense
-        self.expert_entries = weight_map.experts
+        here = {*reader.manifest.dense, *reader.manifest.tables}
+        self.entries = tuple(entry for entry in weight_map.dense if entry.name in here)
+        self.expert_entries = tuple(entry for entry in weight_map.experts if entry.layer in reader.expert_layers)
+        absent = {entry.group for entry in weight_map.dense if entry.name not in here}
+        self.absent_groups = frozenset(group for group in absent if group is not None)
+        assert len(self.absent_groups) == len(absent), "what is not computed is optional"
         self.tokenizer_files = tuple(reader.folder / name for name in reader.manifest.tokenizer_files)
 
     def parts(self, name: str) -> list[tuple[str, int]]:
@@ -74,7 +77,7 @@ class _ComputedSource:
 def write_computed_pack(
     reader: SyntheticReader, weight_map: WeightMap, destination: str | Path, progress: Progress | None = None
 ) -> Path:
-    """The pack of ``reader``'s model, ``weight_map`` being the map it was made with; returns its folder. Experts are
+    """The pack of ``reader``'s model, ``weight_map`` being all that its family knows; returns its folder. Experts are
     the reader's own bytes, dense weights and tables are stored in its formats. Raises ``CheckpointError``."""
     weights = reader.weights
     options = PackOptions(experts=weights.experts, dense=weights.dense, hyper=weights.hyper)

@@ -17,6 +17,7 @@ from typing import IO, Literal
 import torch
 
 from strata.checkpoint.manifest import DenseTensor
+from strata.checkpoint.manifest_check import Q8_BLOCK, SCALES_SUFFIX
 from strata.checkpoint.pack_checksum import PIECE_BYTES, combine_pieces
 from strata.checkpoint.safetensors_header import DTYPE_BITS, parse_header
 from strata.checkpoint.source_model import WeightSource
@@ -25,11 +26,9 @@ from strata.kernels.cpu.checksum import checksum
 from strata.kernels.cpu.packing import quantise
 from strata.kernels.ops import MatrixFormat
 
-__all__ = ["SCALES_SUFFIX", "SLICE_BYTES", "DenseFormats", "DensePlan", "plan_dense", "write_dense"]
+__all__ = ["SLICE_BYTES", "DenseFormats", "DensePlan", "plan_dense", "write_dense"]
 
-SCALES_SUFFIX = ".scales"
 SLICE_BYTES = 4 << 20  # of FP32 values at once; quantising holds about five times as much
-Q8_BLOCK = 32
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ def describe_pack(reader: PackReader) -> dict[str, Any]:
         "weights": weights,
         "bytes": reader.total_bytes,
         "experts": about_experts,
+        "links": reader.links,
         "dense": {format: size for format, size in sorted(formats.items()) if size},
         "tables": tables,
         "left_out": manifest.absent_groups,

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from strata.checkpoint.manifest import DenseTensor, TableRecord
+from strata.checkpoint.manifest_check import MapOfFamily
 from strata.checkpoint.pack_folder import WholeFolder
 from strata.checkpoint.pack_reader import DenseWeight, PackReader
 from strata.checkpoint.safetensors_reader import INDEX_FILE
@@ -37,15 +38,16 @@ def export_checkpoint(
     pack: str | Path,
     destination: str | Path,
     *,
+    find_family: Callable[[Mapping[str, Any]], MapOfFamily] | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Path:
     """Writes ``destination`` (config, tokenizer, BF16 shards and their index) and returns its folder.
 
-    Weights are those that the pack stands for, rounded to BF16 once. Raises ``CheckpointError`` for a damaged pack
-    and a disk without room; nothing half-written stays.
+    ``find_family``: see ``PackReader``. Weights are those that the pack stands for, rounded to BF16 once. Raises
+    ``CheckpointError`` for a damaged pack and a disk without room; nothing half-written stays.
     """
-    with PackReader(pack) as reader:
+    with PackReader(pack, find_family) as reader:
         return export_reader(reader, destination, shard_bytes=shard_bytes, progress=progress)
 
 
@@ -64,8 +66,8 @@ def export_reader(
         raise CheckpointError(f"{reader.folder} names a tensor twice", "make the pack again with strata pack")
     shards = _split_shards(tensors, shard_bytes)
     total = sum(_bytes_of(tensor) for tensor in tensors)
-    small = sum((reader.folder / name).stat().st_size for name in reader.manifest.tokenizer_files)
-    with WholeFolder(destination, total + small + 1024 * (len(tensors) + 64)) as folder:
+    small = {name: reader.read_tokenizer_file(name) for name in reader.manifest.tokenizer_files}
+    with WholeFolder(destination, total + sum(map(len, small.values())) + 1024 * (len(tensors) + 64)) as folder:
         done = 0
         for number, shard in enumerate(shards, start=1):
             file = _shard_name(number, len(shards))
@@ -73,8 +75,8 @@ def export_reader(
             done += sum(_bytes_of(tensor) for tensor in shard)
             if progress is not None:
                 progress(file, done, total)
-        for name in reader.manifest.tokenizer_files:
-            folder.copy(reader.folder / name)
+        for name, data in small.items():
+            folder.write(name, lambda opened, data=data: _put(opened, data))  # type: ignore[misc]
         _write_json(folder, "config.json", exporter.config())
         if len(shards) > 1:
             index = {

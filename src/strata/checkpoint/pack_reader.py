@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,20 +19,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from strata.checkpoint.dense_writer import Q8_BLOCK, SCALES_SUFFIX
 from strata.checkpoint.in_order import in_order
 from strata.checkpoint.manifest import DENSE_FILE, EXPERT_TABLES_FILE, DenseTensor, Manifest, TableRecord, read_manifest
+from strata.checkpoint.manifest_check import (
+    SCALES_SUFFIX,
+    MapOfFamily,
+    check_family,
+    check_manifest,
+    stored_tensors,
+)
 from strata.checkpoint.pack_checksum import tensor_checksum
 from strata.checkpoint.pack_writer import LAYOUT_NUMBER
 from strata.checkpoint.recognise import MANIFEST_FILE, find_pack, unreadable
 from strata.checkpoint.safetensors_header import TensorSpec, parse_header
 from strata.checkpoint.safetensors_reader import list_names, read_bytes
-from strata.checkpoint.table_rows import TableFile, row_bytes
+from strata.checkpoint.stored_weight import is_finite
+from strata.checkpoint.table_rows import TableFile
+from strata.checkpoint.tensor_scales import check_tensor_scales
 from strata.checkpoint.weight_memory import ReusedMemory, TakeMemory, fresh_memory
 from strata.errors import CheckpointError
+from strata.files import open_regular
 from strata.kernels.cpu.checksum import checksum
 from strata.kernels.cpu.synthetic import BlobRecipe
 from strata.kernels.ops import Matrix
+from strata.quant.blocks import dequantise
 from strata.quant.layout import ExpertLayout
 
 __all__ = ["BlobLocation", "PackReader"]
@@ -47,6 +57,7 @@ _TORCH_TYPES = {
     "I8": torch.int8,
 }
 _AGAIN = "make the pack again with strata pack"
+_PIECE = 16 << 20  # bytes that a sha256 takes at once
 
 
 @dataclass(frozen=True)
@@ -65,22 +76,32 @@ class BlobLocation:
 class PackReader:
     """An open pack. Owns its open files and tables; ``close()`` or ``with`` ends them, weights stay valid but tables.
 
+    ``find_family`` maps the pack's config to its family, whose weights must be those of the manifest; without it the
+    manifest is held against itself and the files alone. Raises ``CheckpointError`` for whatever does not fit.
+
     ``layout`` and ``expert_layers`` describe the experts (None and empty without any); ``tensor_scales`` is FP32
     L x E x 3 (gate, up, down) and ``checksums`` uint64 L x E, L counting ``expert_layers``.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, find_family: Callable[[Mapping[str, Any]], MapOfFamily] | None = None) -> None:
         self.folder = find_pack(path)
         self.manifest: Manifest = read_manifest(self.folder)
+        check_manifest(self.folder, self.manifest)
+        if find_family is not None:
+            check_family(self.folder, self.manifest, find_family)
         self._files: dict[Path, int] = {}
         self._tables: dict[str, TableFile] = {}
         self.layout: ExpertLayout | None = None
         self.expert_layers: tuple[int, ...] = ()
         self.tensor_scales = torch.empty(0, 0, 3)
         self.checksums: np.ndarray[Any, np.dtype[np.uint64]] = np.empty((0, 0), dtype=np.uint64)
-        self._check_files()
-        self._dense_specs, _ = parse_header(self.folder / DENSE_FILE)
-        self._open_experts()
+        try:
+            self._check_files()
+            self._dense_specs = self._check_dense()
+            self._open_experts()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def family(self) -> str:
@@ -90,6 +111,16 @@ class PackReader:
     def config(self) -> dict[str, Any]:
         """The source's config.json word for word."""
         return self.manifest.config
+
+    @property
+    def digest(self) -> str:
+        """64 hexadecimal digits that tell this model from every other: what is learned about it is kept under them."""
+        return self.manifest.manifest_sha256
+
+    @property
+    def links(self) -> dict[str, str]:
+        """Files of the pack that are links, which only experts and tables may be, and where they lead."""
+        return {path.name: os.readlink(path) for path in self._listed() if path.is_symlink()}
 
     @property
     def num_experts(self) -> int:
@@ -163,6 +194,16 @@ class PackReader:
         if name not in self._tables:
             self._tables[name] = self._new_table(self.manifest.tables[name])
         return self._tables[name]
+
+    def read_tokenizer_file(self, name: str) -> bytes:
+        """One of ``manifest.tokenizer_files``, checked."""
+        path = self.folder / name
+        descriptor = self._open(path)
+        data = read_bytes(descriptor, 0, os.fstat(descriptor).st_size, str(path)).tobytes()
+        record = self.manifest.files.get(name)
+        if record is not None and hashlib.sha256(data).hexdigest() != record.sha256:
+            raise CheckpointError(f"{path} is damaged: its sha256 does not match", _AGAIN)
+        return data
 
     def expert_location(self, layer: int, expert: int) -> BlobLocation:
         """Where the blob of an expert lies. ``layer`` is one of ``expert_layers``."""
@@ -249,21 +290,58 @@ class PackReader:
             for number, name in enumerate(experts.files):
                 here = min(experts.blobs_per_file, blobs - number * experts.blobs_per_file)
                 wanted[name] = here * experts.blob_bytes
-        missing = [name for name in wanted if not (self.folder / name).is_file()]
+        sizes = {name: self._size_of(self.folder / name) for name in wanted}
+        missing = [name for name, size in sizes.items() if size is None]
         if missing:
             raise CheckpointError(f"{self.folder}: {len(missing)} files are missing: {list_names(missing)}", _AGAIN)
         for name, nbytes in wanted.items():
-            size = (self.folder / name).stat().st_size
-            if size != nbytes:
-                raise CheckpointError(f"{self.folder / name} is {size} bytes, {nbytes} are needed", _AGAIN)
+            if sizes[name] != nbytes:
+                raise CheckpointError(f"{self.folder / name} is {sizes[name]} bytes, {nbytes} are needed", _AGAIN)
         for name, record in self.manifest.files.items():
             if name != DENSE_FILE:
                 self._check_sha256(name, record.sha256)
 
+    def _size_of(self, path: Path) -> int | None:
+        """Bytes of a file, None where it is missing. A small one stays open, so that it is what was looked at."""
+        try:
+            if path.name in self.manifest.files:
+                return os.fstat(self._open(path)).st_size
+            descriptor = open_regular(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise unreadable(path, error) from error
+        try:
+            return os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+
     def _check_sha256(self, name: str, expected: str) -> None:
-        with (self.folder / name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                raise CheckpointError(f"{self.folder / name} is damaged: its sha256 does not match", _AGAIN)
+        path = self.folder / name
+        descriptor, digest = self._open(path), hashlib.sha256()
+        size = os.fstat(descriptor).st_size
+        for start in range(0, size, _PIECE):
+            digest.update(read_bytes(descriptor, start, min(_PIECE, size - start), str(path)).data)
+        if digest.hexdigest() != expected:
+            raise CheckpointError(f"{path} is damaged: its sha256 does not match", _AGAIN)
+
+    def _check_dense(self) -> dict[str, TensorSpec]:
+        """The tensors of the dense file, which are exactly those that the manifest describes."""
+        path = self.folder / DENSE_FILE
+        specs, _ = parse_header(path, self._open(path))
+        left = set(specs)
+        for name, record in self.manifest.dense.items():
+            wanted = stored_tensors(name, record)
+            for key, (dtype, shape) in wanted.items():
+                spec = specs.get(key)
+                if spec is None or (spec.dtype, spec.shape) != (dtype, shape) or key not in record.checksums:
+                    raise CheckpointError(f"{path}: {key!r} is not {dtype} {list(shape)}", _AGAIN)
+            if len(record.checksums) != len(wanted):
+                raise CheckpointError(f"{path}: {name!r} has checksums of {list_names(record.checksums)}", _AGAIN)
+            left -= set(wanted)
+        if left:
+            raise CheckpointError(f"{path}: {len(left)} tensors are left over: {list_names(left)}", _AGAIN)
+        return specs
 
     def _open_experts(self) -> None:
         experts = self.manifest.experts
@@ -280,15 +358,32 @@ class PackReader:
         self.expert_layers = tuple(experts.layers)
         self._positions = {layer: position for position, layer in enumerate(experts.layers)}
         path = self.folder / EXPERT_TABLES_FILE
-        specs, _ = parse_header(path)
+        specs, _ = parse_header(path, self._open(path))
         count = (len(experts.layers), experts.num_experts)
-        self.tensor_scales = self._read_tensor(specs["tensor_scales"]).reshape(*count, 3)
-        self.checksums = self._read_tensor(specs["checksums"]).reshape(count).numpy().view(np.uint64)
+        needed = {"tensor_scales": ("F32", (*count, 3)), "checksums": ("I64", count)}
+        found = {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
+        if found != needed:
+            words = ", ".join(f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in needed.items())
+            raise CheckpointError(f"{path} does not hold {words} and nothing else", _AGAIN)
+        self.tensor_scales = self._read_tensor(specs["tensor_scales"])
+        self.checksums = self._read_tensor(specs["checksums"]).numpy().view(np.uint64)
+        check_tensor_scales(path, self.tensor_scales, experts.layers, experts.format, self._is_zero)
+
+    def _is_zero(self, layer: int, expert: int, place: int) -> bool:
+        assert self.layout is not None
+        blob, scales = self.read_expert(layer, expert)
+        matrix = self.layout.unpack(blob.unsqueeze(0), scales.unsqueeze(0))[place]
+        return not bool(dequantise(matrix).any())
 
     def _open(self, path: Path) -> int:
+        """The file's descriptor, opened once. Files of experts may be links, the small ones may not."""
         if path not in self._files:
+            experts = self.manifest.experts
+            follow = experts is not None and path.name in experts.files
             try:
-                self._files[path] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+                self._files[path] = open_regular(path, follow=follow)
+            except FileNotFoundError:
+                raise
             except OSError as error:
                 raise unreadable(path, error) from error
         return self._files[path]
@@ -305,27 +400,16 @@ class PackReader:
         return torch.from_numpy(data).view(_TORCH_TYPES[spec.dtype]).reshape(spec.shape)
 
     def _load_weight(self, name: str, record: DenseTensor, memory: TakeMemory = fresh_memory) -> Matrix | torch.Tensor:
-        wanted = _stored_shapes(name, record)
         read = {}
-        for key, (dtype, shape) in wanted.items():
-            spec = self._dense_specs.get(key)
-            if spec is None or (spec.dtype, spec.shape) != (dtype, shape) or key not in record.checksums:
-                raise CheckpointError(f"{self.folder / DENSE_FILE}: {key!r} is not {dtype} {list(shape)}", _AGAIN)
-            read[key] = self._read_tensor(spec, record.checksums[key], memory)
+        for key in stored_tensors(name, record):
+            read[key] = self._read_tensor(self._dense_specs[key], record.checksums[key], memory)
+            if read[key].is_floating_point() and not is_finite(read[key]):
+                where = f"{self.folder / DENSE_FILE}: tensor {key!r}"
+                raise CheckpointError(f"{where} holds values that are not finite", _AGAIN)
         if record.kind != "matrix":
             return read[name]
         assert record.format != "i64"
         return Matrix(record.format, read[name], record.shape[1], read.get(name + SCALES_SUFFIX))
 
     def _new_table(self, table: TableRecord) -> TableFile:
-        if table.row_bytes != row_bytes(table.columns, table.format):
-            raise CheckpointError(f"{self.folder / table.file}: rows of {table.row_bytes} bytes are not read", _AGAIN)
         return TableFile(self.folder / table.file, table.rows, table.columns, table.format)
-
-
-def _stored_shapes(name: str, record: DenseTensor) -> dict[str, tuple[str, tuple[int, ...]]]:
-    shape = tuple(record.shape)
-    if record.format == "q8_0":
-        blocks = -(-shape[1] // Q8_BLOCK)
-        return {name: ("I8", (shape[0], blocks * Q8_BLOCK)), name + SCALES_SUFFIX: ("F16", (shape[0], blocks))}
-    return {name: ({"f32": "F32", "bf16": "BF16", "i64": "I64"}[record.format], shape)}

@@ -36,8 +36,10 @@ from strata.checkpoint.manifest import (
     FileRecord,
     Manifest,
     TableRecord,
+    check_file_name,
     encode_manifest,
 )
+from strata.checkpoint.manifest_check import check_manifest
 from strata.checkpoint.pack_folder import WholeFolder
 from strata.checkpoint.recognise import MANIFEST_FILE, naming_config
 from strata.checkpoint.safetensors_reader import Checkpoint
@@ -138,6 +140,11 @@ class _PackWriter:
         blobs: PackedExperts | None = None,
     ) -> None:
         self._blobs = blobs
+        for path in source.tokenizer_files:
+            try:
+                check_file_name(path.name)
+            except ValueError as error:
+                raise CheckpointError(f"{path.parent}: {error}", "rename the file") from error
         self.source, self.family, self.options = source, family, options
         self._progress = progress
         self._done = 0
@@ -163,7 +170,7 @@ class _PackWriter:
             needs=NEEDS_VERSION,
             written_by=f"strata {VERSION}",
             family=self.family,
-            source_name=self.source.name,
+            source_name="".join(letter if letter.isprintable() else "?" for letter in self.source.name),
             config=self.source.config,
             absent_groups=sorted(self.source.absent_groups),
             dense=describe_dense(self.source, self.dense, sums),
@@ -172,6 +179,7 @@ class _PackWriter:
             tokenizer_files=[path.name for path in self.source.tokenizer_files],
             files=self._files,
         )
+        check_manifest(folder.destination, manifest)  # never a pack that no reader takes
         folder.write(MANIFEST_FILE, lambda file: _write(file, encode_manifest(manifest)))
 
     def _find_layout(self) -> ExpertLayout | None:

@@ -8,11 +8,13 @@ residual stream and which one picks is an argument. Decision record 0086.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -96,6 +98,12 @@ class SyntheticReader(PackReader):
         self.tensor_scales = self._expert_scales().expand(*count, 3).contiguous()
         self.checksums = np.zeros(count, np.uint64)
         self.manifest = self._describe(raw, family, weight_map, tokenizer_files)
+
+    @property
+    def digest(self) -> str:
+        """Of all that the weights are computed from."""
+        table = [self.manifest.family, self.manifest.config, asdict(self.weights)]
+        return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
     @property
     def dense_bytes(self) -> int:

@@ -22,6 +22,8 @@ import torch
 
 from strata.checkpoint.pack_checksum import row_checks
 from strata.checkpoint.recognise import unreadable
+from strata.errors import CheckpointError
+from strata.files import open_regular
 from strata.kernels.cpu.gather import TableFormat, gather_rows, table_row_bytes
 from strata.kernels.cpu.packing import quantise
 
@@ -71,7 +73,7 @@ class TableFile:
         self.path, self.rows, self.columns, self.format = path, rows, columns, format
         self.row_bytes = row_bytes(columns, format)
         try:
-            self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            self._file = open_regular(path)
         except OSError as error:
             raise unreadable(path, error) from error
 
@@ -91,9 +93,15 @@ class TableFile:
         return self._gather(numbers).reshape(rows_TK.shape[0], -1)
 
     def check(self, rows_at_once: int = 1 << 16) -> int:
-        """Reads and checks every row; returns the bytes read."""
+        """Reads and checks every row, its values too; returns the bytes read."""
         for first in range(0, self.rows, rows_at_once):
-            self.read_rows(first, min(rows_at_once, self.rows - first))
+            values = self.read_rows(first, min(rows_at_once, self.rows - first))
+            low, high = torch.aminmax(values)  # a NaN reaches both
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                raise CheckpointError(
+                    f"{self.path}: rows {first} to {first + len(values)} hold values that are not finite",
+                    "make the pack again with strata pack",
+                )
         return self.rows * self.row_bytes
 
     def read_rows(self, first: int, count: int) -> torch.Tensor:

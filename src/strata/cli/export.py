@@ -22,11 +22,12 @@ def command(
     """Writes config, tokenizer, and BF16 weights that transformers and others load."""
     from strata.checkpoint.export import export_checkpoint
     from strata.engine.models import find_pack
+    from strata.models import find
 
     interrupts.in_order()
     pack = find_pack(name)
     with phase_bars() as on_progress:
-        path = export_checkpoint(pack, destination, progress=on_progress)
+        path = export_checkpoint(pack, destination, find_family=find, progress=on_progress)
     size = sum(file.stat().st_size for file in path.iterdir())
     print(f"{path}: {size:,} bytes")
     if "vision_config" in json.loads((path / "config.json").read_text(encoding="utf-8")):

@@ -40,14 +40,14 @@ def command(
         if check:
             description["checked"] = _read_checkpoint(path)
     else:
-        with PackReader(path) as reader:
+        with PackReader(path, find) as reader:
             description = describe_pack(reader)
             if check:
                 from strata.experts.profile import PROFILE_FILE, read_profile
 
                 with phase_bars() as on_progress:
                     description["checked"] = reader.check(on_progress)
-                if read_profile(path, len(reader.expert_layers), reader.num_experts) is not None:
+                if read_profile(path, reader.digest, len(reader.expert_layers), reader.num_experts) is not None:
                     description["checked"] += (path / PROFILE_FILE).stat().st_size
     print(json.dumps(description) if as_json else "\n".join(_lines(description)))
 
@@ -94,6 +94,8 @@ def _lines(about: dict[str, Any]) -> list[str]:
         rows.append(("dense", ", ".join(f"{name} {_size(size)}" for name, size in about["dense"].items())))
     for table in about.get("tables", []):
         rows.append(("table", f"{table['rows']:,} x {table['columns']} {table['format']}, {_size(table['bytes'])}"))
+    for name, target in about.get("links", {}).items():
+        rows.append(("link", f"{name} -> {target if target.isprintable() else repr(target)}"))
     if about["left_out"]:
         rows.append(("left out", ", ".join(about["left_out"])))
     rows.append(("tokenizer", ", ".join(about["tokenizer_files"]) or "none"))

@@ -47,7 +47,7 @@ def describe(path: Path) -> dict[str, Any]:
     try:
         found = recognise(path)
         if found.kind is Kind.PACK:
-            with PackReader(path) as reader:
+            with PackReader(path, find) as reader:
                 about = describe_pack(reader)
         elif found.kind is Kind.SAFETENSORS:
             about = describe_checkpoint(path, find)

@@ -97,10 +97,11 @@ def open_random() -> OpenModel:
 
 
 def _open(path: Path, name: str, *, random: bool = False) -> OpenModel:
-    reader = PackReader(path)
+    reader = PackReader(path, find)
     try:
         family = find(reader.config)
-        text = TextPipeline.from_directory(reader.folder)
+        listed = {name: reader.read_tokenizer_file(name) for name in reader.manifest.tokenizer_files}
+        text = TextPipeline.from_directory(reader.folder, listed)
         return OpenModel(name, reader, family, family.read_config(reader.config), text, random)
     except BaseException:
         reader.close()

@@ -121,7 +121,7 @@ def _of_config(name: str, source: Source, raw: Mapping[str, Any], kv: KvFormat) 
 
 
 def _of_pack(path: Path, kv: KvFormat, source: Source) -> PlanSubject:
-    with PackReader(path) as reader:
+    with PackReader(path, find) as reader:
         if reader.layout is None:
             raise CheckpointError(f"{reader.folder} has no routed experts", "models with routed experts are planned")
         family = find(reader.config)

@@ -50,7 +50,7 @@ def write_synthetic_pack(shape: str, num_layers: int | None, weights: SyntheticW
     model = open_synthetic(shape, num_layers, weights)
     try:
         assert isinstance(model.reader, SyntheticReader)
-        return write_computed_pack(model.reader, synthetic_map(model.reader.config), destination)
+        return write_computed_pack(model.reader, model.family.weight_map(model.config), destination)
     finally:
         model.close()
 

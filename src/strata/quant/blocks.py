@@ -24,6 +24,7 @@ from strata.errors import CheckpointError, ConfigError
 __all__ = [
     "BLOCK_WIDTH",
     "E2M1_VALUES",
+    "LARGEST_PRODUCT",
     "ExpertFormat",
     "QuantisedMatrix",
     "check_scales",
@@ -42,6 +43,13 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MAX = 6.0
 _E4M3_MAX = 448.0
 _E4M3_NAN = 0x7F
+
+LARGEST_PRODUCT: dict[str, float] = {
+    "nvfp4": _E2M1_MAX * _E4M3_MAX,
+    "q8_0": 128 * torch.finfo(torch.float16).max,
+    "bf16": torch.finfo(torch.bfloat16).max,
+}
+"""The largest code times the largest block scale of a format: a weight is at most this times its tensor scale."""
 
 
 @dataclass(frozen=True, eq=False)
