@@ -54,9 +54,10 @@ class TextPipeline:
         return self.tokenizer.files.sampling_defaults
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> TextPipeline:
-        """Open a checkpoint's or a pack's folder; raises CheckpointError naming file and fault."""
-        return cls(Tokenizer.from_directory(path))
+    def from_directory(cls, path: str | Path, contents: Mapping[str, bytes] | None = None) -> TextPipeline:
+        """Open a checkpoint's folder, or a pack's whose listed files are ``contents``; raises CheckpointError naming
+        file and fault."""
+        return cls(Tokenizer.from_directory(path, contents))
 
     def chat(
         self,

@@ -61,9 +61,10 @@ class Tokenizer:
         self._plain_lock = threading.Lock()
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> Tokenizer:
-        """Read the tokenizer of a checkpoint's or a pack's folder; raises CheckpointError naming file and fault."""
-        return cls(TokenizerFiles.read(Path(path)))
+    def from_directory(cls, path: str | Path, contents: Mapping[str, bytes] | None = None) -> Tokenizer:
+        """Read the tokenizer of a folder; raises CheckpointError naming file and fault. ``contents``: see
+        ``TokenizerFiles.read``."""
+        return cls(TokenizerFiles.read(Path(path), contents))
 
     # Encoding
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from strata.errors import CheckpointError
+from strata.files import read_regular
 
 __all__ = ["TOKENIZER_FILES", "TokenizerFiles", "tokenizer_files"]
 
@@ -57,18 +58,25 @@ class TokenizerFiles:
     sampling_defaults: Mapping[str, float | int]
 
     @classmethod
-    def read(cls, directory: Path) -> TokenizerFiles:
-        """Read ``directory``; raises CheckpointError naming the file that is absent or damaged."""
+    def read(cls, directory: Path, contents: Mapping[str, bytes] | None = None) -> TokenizerFiles:
+        """Read ``directory``; raises CheckpointError naming the file that is absent or damaged.
+
+        ``contents``: all of its files by name, where they were read and checked already (a pack's): no other is."""
         directory = Path(directory)
-        path = _require_tokenizer_json(directory)
-        try:
-            spec = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}", "copy the file again") from error
-        config = _read_object(directory / "tokenizer_config.json")
-        special = _read_object(directory / "special_tokens_map.json")
-        generation = _read_object(directory / "generation_config.json")
-        model = _read_object(directory / "config.json")
+        if contents is None:
+            _require_tokenizer_json(directory)
+            templates = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+            files = _Files(directory, None)
+        elif "tokenizer.json" in contents:
+            files, templates = _Files(directory, contents), []
+        else:
+            raise CheckpointError(f"{directory}: lists no tokenizer.json", "make the pack again with strata pack")
+        spec = files.text("tokenizer.json")
+        assert spec is not None
+        config = files.object("tokenizer_config.json")
+        special = files.object("special_tokens_map.json")
+        generation = files.object("generation_config.json")
+        model = files.object("config.json")
         text_model = model.get("text_config")
         sources = [(directory / "generation_config.json", generation), (directory / "config.json", model)]
         if isinstance(text_model, dict):
@@ -77,7 +85,7 @@ class TokenizerFiles:
             directory=directory,
             spec=spec,
             config={**special, **config},
-            chat_templates=_chat_templates(directory, config),
+            chat_templates=_chat_templates(files, templates, config),
             eos_ids=_ids(sources, "eos_token_id"),
             bos_ids=_ids(sources, "bos_token_id"),
             sampling_defaults=_sampling_defaults(generation),
@@ -115,17 +123,37 @@ def _require_tokenizer_json(directory: Path) -> Path:
     raise CheckpointError(f"{directory}: no tokenizer.json", "copy it from the model's repository")
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, or {} where the file does not exist."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not readable JSON: {error}", "copy the file again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {type(value).__name__}, not a JSON object", "copy the file again")
-    return value
+@dataclass(frozen=True)
+class _Files:
+    """Texts by file name: of ``contents``, or of the folder where that is None."""
+
+    directory: Path
+    contents: Mapping[str, bytes] | None
+
+    def text(self, name: str) -> str | None:
+        """None where there is no such file."""
+        path = self.directory / name
+        try:
+            if self.contents is not None:
+                data = self.contents.get(name)
+            else:
+                data = read_regular(path) if path.is_file() else None
+            return None if data is None else data.decode().replace("\r\n", "\n").replace("\r", "\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}", "copy the file again") from error
+
+    def object(self, name: str) -> dict[str, Any]:
+        """A JSON object, or {} where the file does not exist."""
+        path, text = self.directory / name, self.text(name)
+        if text is None:
+            return {}
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: is not readable JSON: {error}", "copy the file again") from error
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{path}: holds a {type(value).__name__}, not a JSON object", "copy the file again")
+        return value
 
 
 def _ids(sources: list[tuple[Path, dict[str, Any]]], key: str) -> tuple[int, ...]:
@@ -141,23 +169,23 @@ def _ids(sources: list[tuple[Path, dict[str, Any]]], key: str) -> tuple[int, ...
     return tuple(sorted(found))
 
 
-def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+def _chat_templates(files: _Files, additional: list[Path], config: dict[str, Any]) -> dict[str, str]:
     """Templates by name. A file of its own wins over the configuration: that is where newer publishers write."""
     templates: dict[str, str] = {}
-    for value in (config.get("chat_template"), _read_object(directory / "chat_template.json").get("chat_template")):
+    for value in (config.get("chat_template"), files.object("chat_template.json").get("chat_template")):
         if isinstance(value, str):
             templates["default"] = value
         elif isinstance(value, dict):
             templates.update({str(name): str(source) for name, source in value.items()})
         elif isinstance(value, list):
             templates.update({str(item["name"]): str(item["template"]) for item in value if isinstance(item, dict)})
-    files = sorted((directory / "additional_chat_templates").glob("*.jinja"))
-    for name, path in [("default", directory / "chat_template.jinja"), *((file.stem, file) for file in files)]:
-        if path.is_file():
-            try:
-                templates[name] = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise CheckpointError(f"{path}: cannot be read: {error}", "copy the file again") from error
+    own = files.text("chat_template.jinja")
+    if own is not None:
+        templates["default"] = own
+    for path in additional:
+        source = files.text(f"{path.parent.name}/{path.name}")
+        if source is not None:
+            templates[path.stem] = source
     return templates
 
 
