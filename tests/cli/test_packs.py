@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from strata.checkpoint.manifest import read_manifest
 from strata.checkpoint.random_model import write_random_pack
 from strata.cli.app import main
+from strata.experts.profile import PROFILE_FILE, ExpertProfile
 from strata.models import find
+from tests.checkpoint.signed_manifests import rewrite
 
 Run = Callable[..., tuple[int, str, str]]
 CONFIG = {
@@ -142,3 +148,65 @@ def test_mistakes_are_one_line_and_status_two(random_pack: Path, tmp_path: Path,
         assert message in err
         assert err.count("\n") <= 2
         assert not (tmp_path / "x").exists()
+
+
+def copied(pack: Path, target: Path) -> Path:
+    return Path(shutil.copytree(pack, target))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda raw: raw["dense"]["norm.weight"].update(shape=[]), "norm.weight"),
+        (lambda raw: raw["experts"].update(layers=[0, 2**63]), "experts.layers.1"),
+        (lambda raw: raw.update(experts=None), "left over"),
+        (lambda raw: raw["config"].update(num_experts_per_tok=2**64 - 1), "config: num_experts_per_tok"),
+        (lambda raw: raw["experts"]["files"].__setitem__(0, "../experts-00000.bin"), "plain file name"),
+    ],
+)
+def test_a_signed_manifest_of_no_sense_is_one_line_for_every_command(
+    random_pack: Path, tmp_path: Path, run: Run, change: Callable[[dict[str, Any]], Any], words: str
+) -> None:
+    copy = copied(random_pack, tmp_path / "copy")
+    shutil.copy(copy / "experts-00000.bin", tmp_path)
+    rewrite(copy, change)
+    commands: list[tuple[object, ...]] = [
+        ("inspect", copy),
+        ("inspect", copy, "--check"),
+        ("export", copy, tmp_path / "hf"),
+        ("plan", "--model", copy),
+        ("run", "--model", copy, "text"),
+    ]
+    for command in commands:
+        status, out, err = run(*command)
+        assert (status, out) == (2, ""), command
+        assert words in err, (command, err)
+        assert "Traceback" not in err
+        assert err.count("strata:") <= 1
+    assert not (tmp_path / "hf").exists()
+
+
+def test_inspect_names_links(random_pack: Path, tmp_path: Path, run: Run) -> None:
+    copy = copied(random_pack, tmp_path / "copy")
+    (copy / "experts-00000.bin").rename(tmp_path / "elsewhere.bin")
+    (copy / "experts-00000.bin").symlink_to(tmp_path / "elsewhere.bin")
+    status, out, _ = run("inspect", copy, "--check")
+    assert status == 0
+    assert f"link       experts-00000.bin -> {tmp_path / 'elsewhere.bin'}\n" in out
+    assert json.loads(run("inspect", copy, "--json")[1])["links"] == {
+        "experts-00000.bin": str(tmp_path / "elsewhere.bin")
+    }
+
+
+def test_inspect_check_refuses_the_profile_of_another_pack(random_pack: Path, tmp_path: Path, run: Run) -> None:
+    """Of the same shape: the packs differ in their seed alone."""
+    other = write_random_pack(tmp_path / "other", CONFIG, find, seed=1)
+    copy = copied(random_pack, tmp_path / "copy")
+    profile = ExpertProfile(10, np.full((2, 4), 5))
+    for pack in (other, copy):
+        profile.write(pack, read_manifest(pack).manifest_sha256)
+        assert run("inspect", pack, "--check")[0] == 0
+    shutil.copy(other / PROFILE_FILE, copy)
+    status, out, err = run("inspect", copy, "--check")
+    assert (status, out) == (2, "")
+    assert f"{copy / PROFILE_FILE} was learned on another pack" in err

@@ -120,7 +120,7 @@ def test_the_demos_prompt_is_held_out(golden: dict[str, Any]) -> None:
 
 def test_the_profile_counts_every_pick(pack: Path) -> None:
     with PackReader(pack) as reader:
-        profile = read_profile(pack, len(reader.expert_layers), reader.num_experts)
+        profile = read_profile(pack, reader.digest, len(reader.expert_layers), reader.num_experts)
         top_k = reader.config["text_config"]["num_experts_per_tok"]
     assert profile is not None
     assert profile.rows >= 10_000

@@ -7,13 +7,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from strata.checkpoint.recognise import recognise
+from strata.engine.engine import Engine
+from strata.engine.load_memory import LoadMemory, take_memory
 from strata.engine.locate import locate, refusal
 from strata.engine.models import open_model
 from strata.errors import CheckpointError
+from strata.experts.profile import PROFILE_FILE, ExpertProfile
 
 WEIGHTS = {".safetensors", ".bin"}  # of a pack
 
@@ -105,3 +110,48 @@ def test_a_config_that_says_fp8_over_plain_weights_changes_no_byte(own: Path) ->
     assert len(made(own)) == 2
     assert len(plain) >= 2
     assert plain == again
+
+
+def test_text_files_that_a_pack_does_not_list_are_not_read(own: Path) -> None:
+    """They are no part of what was checked; a link or a pipe among them would be followed, or waited for."""
+    first = open_model(str(own))
+    first.close()
+    pack = first.reader.folder
+    assert first.text.template is not None
+    (pack / "special_tokens_map.json").write_text('{"bos_token": "nowhere"}')
+    (pack / "config.json").symlink_to(own / "config.json")
+    if "chat_template.jinja" not in first.reader.manifest.tokenizer_files:
+        (pack / "chat_template.jinja").write_text("never")
+    again = open_model(str(pack))
+    again.close()
+    assert again.text.template is not None
+    assert again.text.template.sources == first.text.template.sources
+    assert again.text.end_ids == first.text.end_ids
+
+
+@pytest.mark.parametrize("kind", ["of this pack", "of another pack", "of an older Strata", "absent"])
+def test_a_load_takes_the_profile_of_its_own_pack_alone(
+    own: Path, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_model(str(own))
+    opened.close()
+    reader = opened.reader
+    picks = np.zeros((len(reader.expert_layers), reader.num_experts), np.int64)
+    picks[:, -1] = 9
+    if kind == "of an older Strata":
+        table = {"format": "strata-expert-profile-1", "rows": 10, "picks": picks.tolist()}
+        (reader.folder / PROFILE_FILE).write_text(json.dumps(table))
+    elif kind != "absent":
+        ExpertProfile(10, picks).write(reader.folder, reader.digest if kind == "of this pack" else "0" * 64)
+    taken: list[LoadMemory] = []
+
+    def take(*arguments: Any) -> LoadMemory:
+        taken.append(take_memory(*arguments))
+        return taken[-1]
+
+    monkeypatch.setattr("strata.engine.runtime.take_memory", take)
+    Engine.load(str(reader.folder), threads=1, max_context=64).close()
+    (memory,) = taken
+    assert (memory.heat is not None) == (kind == "of this pack")
+    lines = [record.getMessage() for record in caplog.records if PROFILE_FILE in record.getMessage()]
+    assert len(lines) == (kind not in ("of this pack", "absent"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from strata.checkpoint.export import export_checkpoint
+from strata.checkpoint.manifest import read_manifest
 from strata.checkpoint.pack_reader import PackReader
 from strata.experts.profile import ExpertProfile
 from strata.text.byte_tokenizer import byte_tokenizer
@@ -91,7 +92,7 @@ def test_picks_count_every_row_of_every_layer_and_the_draft_block(
     with Subject(pack, context=192) as subject:
         picks = subject.picks([w[:193] for w in windows])
     assert picks.sum(1).tolist() == [2 * 192 * 4] * 5
-    ExpertProfile(2 * 192, picks.numpy()).write(pack)
+    ExpertProfile(2 * 192, picks.numpy()).write(pack, read_manifest(pack).manifest_sha256)
     with Subject(pack, context=192) as subject:  # the profile places experts and changes nothing
         assert torch.equal(subject.picks([w[:193] for w in windows]), picks)
 

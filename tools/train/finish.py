@@ -29,6 +29,7 @@ from ship import SHIPPED_BYTES, SHIPPED_FILE_BYTES, replace_folder
 from subject import Subject
 
 from strata.benchmark_record import Figure, record_path
+from strata.checkpoint.manifest import read_manifest
 from strata.config_sources import resolve_here
 from strata.engine.cache_bench import bench_cache, draw_cache
 from strata.errors import ConfigError
@@ -54,7 +55,7 @@ def learn_profile(pack: Path, tokens: Path) -> None:
         windows += [stream[s * PROFILE_TOKENS : (s + 1) * PROFILE_TOKENS + 1].tolist() for s in starts]
     with Subject(pack) as subject:
         picks = subject.picks(windows).numpy()
-    ExpertProfile(sum(len(window) - 1 for window in windows), picks).write(pack)
+    ExpertProfile(sum(len(window) - 1 for window in windows), picks).write(pack, read_manifest(pack).manifest_sha256)
 
 
 def check_size(pack: Path) -> None:

@@ -23,7 +23,7 @@ from strata.engine.models import OpenModel, open_model
 from strata.engine.runtime import Runtime
 from strata.errors import ConfigError
 from strata.experts.policy_simulation import POLICIES, CacheRun, count_picks, simulate
-from strata.experts.profile import ExpertProfile, read_profile
+from strata.experts.profile import ExpertProfile, find_profile
 from strata.kernels.bench import machine
 
 if TYPE_CHECKING:
@@ -177,7 +177,8 @@ def _cut(model: OpenModel, text: str | None, tokens: int, context: int) -> list[
 def _profile(model: OpenModel, trace: Trace, adapt_every: int) -> tuple[Heat, Trace, str]:
     """(heat of the layers of the trace, the rounds to simulate, where the heat comes from)."""
     layers, experts = trace.shape[1], model.reader.num_experts
-    kept = read_profile(model.reader.folder, len(model.reader.expert_layers), experts)
+    reader = model.reader
+    kept = find_profile(reader.folder, reader.digest, len(reader.expert_layers), experts)
     if kept is not None:
         return kept.heat(adapt_every)[:layers], trace, "of the pack"
     half = len(trace) // 2

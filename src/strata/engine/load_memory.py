@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from strata.engine.dense_block import DensePlacer, take_block
 from strata.engine.devices import hold_to_plan, named_refusals
-from strata.experts.profile import read_profile
+from strata.experts.profile import find_profile
 from strata.experts.source import BlobPlace
 from strata.experts.taking import TakenMemory, take_experts
 from strata.kernels.host import HostBackend, HostFaults, PageLocks
@@ -65,7 +65,8 @@ def take_memory(
         with named_refusals(device, "the dense weights"):
             backend, block = device.backend, take_block(opened.reader, device)
     file = PackExperts(opened.reader)
-    profile = read_profile(opened.reader.folder, file.num_layers, file.num_experts)
+    reader = opened.reader
+    profile = find_profile(reader.folder, reader.digest, file.num_layers, file.num_experts)
     heat = None if profile is None else profile.heat(requested.adapt_every)
     experts = take_experts(plan, file, backend, heat)
     owned.callback(experts.owned.close)  # of nothing once the system has taken it over

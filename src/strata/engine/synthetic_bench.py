@@ -34,7 +34,7 @@ from strata.engine.session import Session
 from strata.engine.synthetic_model import open_synthetic
 from strata.engine.synthetic_text import token_list
 from strata.errors import ConfigError
-from strata.experts.profile import PROFILE_FILE, ExpertProfile, read_profile
+from strata.experts.profile import PROFILE_FILE, ExpertProfile, find_profile
 from strata.paths import find_home
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def learn_profile(model: OpenModel, requested: Requested, tokens: int, report: R
     """The model's kept profile, or one learned now on ``tokens`` tokens that are never measured, and kept."""
     reader = model.reader
     layers, experts = len(reader.expert_layers), reader.num_experts
-    kept = read_profile(reader.folder, layers, experts)
+    kept = find_profile(reader.folder, reader.digest, layers, experts)
     if kept is not None and kept.rows >= tokens:
         report(f"expert profile: kept, learned on {kept.rows:,} other tokens")
         return kept
@@ -207,7 +207,7 @@ def learn_profile(model: OpenModel, requested: Requested, tokens: int, report: R
         profile = ExpertProfile(tokens, runtime.count_picks())
     finally:
         runtime.close()
-    profile.write(reader.folder)
+    profile.write(reader.folder, reader.digest)
     report(f"expert profile: learned on {tokens:,} other tokens in {time.perf_counter() - began:.1f} s")
     return profile
 
