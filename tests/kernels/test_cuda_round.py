@@ -100,17 +100,19 @@ def expected(bench: Bench, x: torch.Tensor, ids: list[torch.Tensor], weights: to
         tasks = group_picks(ids[layer].numpy())
         stride = np.arange(EXPERTS, dtype=np.uint64) * np.uint64(bench.layout.blob_bytes)
         tasks.place(np.uint64(bench.address(layer, 0)) + stride, bench.scales[layer])
-        parts = torch.zeros(x.shape[0] * TOP_K, HIDDEN)
+        parts = torch.zeros(x.shape[0] * TOP_K, bench.layout.hidden)
         flags = kernel.compute(tasks, x, parts)
         found.append(kernel.combine(parts, weights, flags))
     return found
 
 
-def make(format: ExpertFormat, fraction: float = 0.0, balance: bool = True) -> Bench:
-    layout = ExpertLayout(HIDDEN, INNER, format)
+def make(
+    format: ExpertFormat, fraction: float = 0.0, balance: bool = True, hidden: int = HIDDEN, inner: int = INNER
+) -> Bench:
+    layout = ExpertLayout(hidden, inner, format)
     random = torch.Generator().manual_seed(5)
     total = LAYERS * EXPERTS
-    wide, tall = (INNER, HIDDEN), (HIDDEN, INNER)
+    wide, tall = (inner, hidden), (hidden, inner)
     blobs, scales = layout.pack_weights(
         *(torch.randn(total, *shape, generator=random) * shape[-1] ** -0.5 for shape in (wide, wide, tall))
     )
@@ -119,7 +121,7 @@ def make(format: ExpertFormat, fraction: float = 0.0, balance: bool = True) -> B
     pages = raw[start : start + blobs.numel()].view(blobs.shape).copy_(blobs)
     table = scales.numpy().reshape(LAYERS, EXPERTS, 3)
     backend = HostBackend(1 << 20)
-    mailbox = Mailbox(backend, HIDDEN, TOP_K, 8, MAX_WINDOW + 3)
+    mailbox = Mailbox(backend, hidden, TOP_K, 8, MAX_WINDOW + 3)
     device = torch.device("cpu")
     tables = ExpertTables.on(device, torch.from_numpy(table), fraction, balance=balance)
     stride = np.arange(total, dtype=np.uint64) * np.uint64(layout.blob_bytes)
@@ -139,9 +141,9 @@ def bench() -> Iterator[Bench]:
     made.mailbox.close()
 
 
-def inputs(rows: int, seed: int = 0) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+def inputs(rows: int, seed: int = 0, hidden: int = HIDDEN) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, HIDDEN, generator=random)
+    x = torch.randn(rows, hidden, generator=random)
     ids = [
         torch.stack([torch.randperm(EXPERTS, generator=random)[:TOP_K] for _ in range(rows)]).to(torch.int32)
         for _ in range(LAYERS)

@@ -43,11 +43,11 @@ FORMATS = {
     "bf16": PackOptions(experts="bf16", dense="bf16", hyper="bf16"),
     "default": PackOptions(),
 }
-# Weights are the same numbers in both. With BF16 matrices all is FP32 but the order of sums: 1.1e-6 of the largest logit
-# was the most seen on two instruction sets, and nine times that is allowed. Experts in NVFP4 read their rows as 8-bit
-# codes: half a step is 1/254 of a block's largest value, 0.4 % of what is usual, in each of three products of two layers;
-# the cache is BF16 (0.2 %), and a pick between two experts that are nearly alike may change. 1.7 % was the most seen. The
-# fault that this file was written for gave 40 to 150 %.
+# Weights are the same numbers in both. With BF16 matrices all is FP32 but the order of sums: 1.1e-6 of the largest
+# logit was the most seen, and nine times that is allowed for other orders. Experts in NVFP4 read their rows as 8-bit
+# codes: half a step is 1/254 of a block's largest value, 0.4 % of what is usual, in each of three products of two
+# layers; the cache is BF16 (0.2 %), and a pick between two experts that are nearly alike may change. 1.7 % was the most
+# seen. The fault that this file was written for gave 40 to 150 %.
 TOLERANCE = {"bf16": 1e-5, "default": 5e-2}
 
 QUICK: dict[str, dict[str, Sequence[int]]] = {
@@ -76,10 +76,12 @@ def expected_of(model: Any) -> torch.Tensor:
 @contextmanager
 def opened(model: Any, format: str, device: str) -> Iterator[Runtime]:
     """A runtime over the model's pack, which is gone with it: it has hundreds of megabytes."""
-    cache = {} if format == "default" else {"kv": 32}
+    options: dict[str, Any] = {} if format == "default" else {"kv": 32}
+    if device == "cuda":
+        options["expert_cache"] = 20  # of 64: experts are computed on both sides
     with tempfile.TemporaryDirectory() as folder:
         pack = write_wide_pack(model, Path(folder), FORMATS[format])
-        with open_runtime(pack, device=device, max_context=512, **cache) as runtime:
+        with open_runtime(pack, device=device, max_context=512, **options) as runtime:
             yield runtime
 
 
