@@ -14,6 +14,7 @@
 #include <cstring>
 #include <new>
 
+#include "blocks.h"
 #include "pool.h"
 #include "scratch.h"
 #include "status.h"
@@ -35,6 +36,11 @@ const ExpertKernels* expert_kernels(int format) {
         default: break;
     }
     return found != nullptr ? found : expert_kernels_scalar(format);
+}
+
+ExpertBlocks expert_blocks() {
+    const ExpertKernels& kernels = *expert_kernels(kNvfp4);
+    return ExpertBlocks{kernels.rows_at_once, kernels.panel_rows, kernels.most_rows};
 }
 
 }  // namespace strata

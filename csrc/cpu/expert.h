@@ -78,6 +78,10 @@ struct ExpertKernels {
 
     // The sum of 64-bit words: the plainest reading of memory, the ceiling that kernels are measured against.
     uint64_t (*add_words)(const uint64_t* words, long count);
+
+    // Rows that one reading of the weights serves, that one step over decoded weights takes, and that the results of one
+    // decoding are kept for.
+    long rows_at_once, panel_rows, most_rows;
 };
 
 // Tables of the levels that were built in; null elsewhere.

@@ -325,9 +325,9 @@ uint64_t add_words(const uint64_t* words, long count) {
 
 const ExpertKernels* table(int format) {
     static const ExpertKernels tables[kExpertFormats] = {
-        {prepare<Nvfp4>, gate_up<Nvfp4>, down<Nvfp4>, combine, add_words},
-        {prepare<Q8>, gate_up<Q8>, down<Q8>, combine, add_words},
-        {prepare<Bf16>, gate_up<Bf16>, down<Bf16>, combine, add_words},
+        {prepare<Nvfp4>, gate_up<Nvfp4>, down<Nvfp4>, combine, add_words, kRowsAtOnce, kPanelRows, kMostRows},
+        {prepare<Q8>, gate_up<Q8>, down<Q8>, combine, add_words, kRowsAtOnce, kPanelRows, kMostRows},
+        {prepare<Bf16>, gate_up<Bf16>, down<Bf16>, combine, add_words, kRowsAtOnce, kPanelRows, kMostRows},
     };
     return format >= 0 && format < kExpertFormats ? &tables[format] : nullptr;
 }

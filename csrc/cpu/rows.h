@@ -61,6 +61,7 @@ constexpr int64_t kSplit = 256;       // list entries of one softmax split
 constexpr int64_t kRun = 4;           // splits of a run, the unit that threads share a long list by
 constexpr int64_t kQueries = 48;      // queries of one pass: their scores (48 KiB) stay in the second level
 constexpr int64_t kMostWidth = 256;   // widest attention head
+constexpr int64_t kScoredRows = 48;   // rows whose block scores wait together: 6 MiB at 32,768 blocks
 
 // One attention call over T rows of N query heads; q and o are T x N x D, k and v are P x G x D.
 // Without `list`, row t sees positions [0, start + t]. With `list` (T x list_stride), row t sees the
@@ -176,6 +177,7 @@ struct RowsTable {
                        int64_t last, float* y, int64_t y_stride);
   void (*function)(int which, const float* x, int64_t count, float* y);
   int64_t (*fma_rounds)(int64_t rounds, float* y);
+  int64_t tile_rows, q8_rows;  // of a register tile
 };
 
 extern const RowsTable rows_table_scalar;

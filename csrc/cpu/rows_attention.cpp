@@ -159,8 +159,6 @@ int attend_listed(AttentionCall& call, const int32_t* blocks, int64_t top_blocks
   return attend_all(call);
 }
 
-constexpr int64_t kScoredRows = 48;  // rows whose block scores wait together: 6 MiB at 32,768 blocks
-
 // A score as a number that sorts: NaN lowest, then by value (scores are never negative).
 inline uint32_t rank_of(float score) {
   uint32_t bits;

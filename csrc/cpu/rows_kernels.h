@@ -33,5 +33,5 @@ static constexpr RowsTable make_table(const char* name) {
                    router,         silu_mul,      sigmoid_mul,      sigmoid_scale,  add_rows,        argmax,
                    stream_norm,    silu_divided,  twice_sigmoid,    stream_mean,    stream_add,      ngram_gate,
                    causal_conv,    unit_length,   delta_gates,      delta_columns,  gated_delta,     gated_norm,
-                   block_mean,     block_scores,  function,         fma_rounds};
+                   block_mean,     block_scores,  function,         fma_rounds,       kTileRows,       kQ8Rows};
 }

@@ -34,7 +34,7 @@ COUNTERS = (
     "swaps",
     "buffer_waits",
 )
-HEADER = f"{'':8} {'arm':34} {'logits':12} {'tokens':8} {'time':>8}  verdict, and what the arm did"
+HEADER = f"{'':8} {'arm':39} {'logits':12} {'tokens':8} {'time':>8}  verdict, and what the arm did"
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -50,9 +50,15 @@ def command(
     arm: Annotated[list[str] | None, typer.Option("--arm", help="Only arms whose name holds this text.")] = None,
     prompts: Annotated[
         str | None,
-        typer.Option(metavar="N,N,...", help="Prompt lengths in tokens. Default 1,7,65,513,2048 as they fit."),
+        typer.Option(metavar="N,N,...", help="Prompt lengths in tokens, not those at the edges of kernels' blocks."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=4, help="Tokens decoded after each prompt.")] = 64,
+    tokens: Annotated[
+        int | None, typer.Option(min=4, help="Tokens decoded after each prompt. Default 8, after two of them 64.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Every arm plays every length, on both models.")] = False,
+    only_model: Annotated[
+        bool, typer.Option("--only-model", help="Without the computed model of a released model's width.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line an arm instead of a table.")] = False,
 ) -> int:
     """Proves that placement never changes a token."""
@@ -68,7 +74,8 @@ def command(
     if self_test and arm:
         raise ConfigError("--self-test has its own arms", "leave --arm out")
     quiet_unless_asked(requested)
-    with Proof.open(requested, lengths, tokens) as proof:
+    wide = not (only_model or self_test)
+    with Proof.open(requested, lengths, tokens, wide=wide, full=full) as proof:
         total = proof.count_self_tests() if self_test else len(proof.chosen(arm or []))
         if not total:
             names = ", ".join(f"'{name}'" for name in proof.arm_names)
@@ -77,7 +84,7 @@ def command(
             logger.warning("every arm sets these by itself, they are not taken: %s", ", ".join(proof.overruled))
         if not as_json:
             shown = ", ".join(f"{length:,}" for length in proof.prompt_lengths)
-            print(f"sha256 of all logits and of all tokens; prompts of {shown} tokens, {tokens} decoded after each")
+            print(f"sha256 of all logits and of all tokens; each arm plays its part of prompts of {shown} tokens")
             if self_test and proof.not_planted:
                 print(f"not planted on a card, --device cpu has them: {', '.join(proof.not_planted)}")
             print(HEADER)
@@ -115,6 +122,7 @@ def as_row(result: ArmResult) -> dict[str, object]:
     row: dict[str, object] = {"arm": result.name, "verdict": result.verdict}
     if transcript:
         row |= {"logits_sha256": transcript.sha256, "tokens_sha256": transcript.tokens_sha256}
+        row |= {"prompts": transcript.lengths}
         row |= {"seconds": round(transcript.seconds, 3), "rounds": transcript.rounds}
     return row | {"counters": dict(result.counters)}
 
@@ -125,4 +133,4 @@ def format_row(result: ArmResult) -> str:
     digests = f"{transcript.sha256[:12]} {transcript.tokens_sha256[:8]}" if transcript else f"{'-':21}"
     moved = " ".join(f"{name}={result.counters[name]:,}" for name in COUNTERS if result.counters.get(name))
     seconds = f"{transcript.seconds:6.1f} s" if transcript else " " * 8
-    return f"{result.name:34} {digests} {seconds}  {result.verdict:12} {moved}"
+    return f"{result.name:39} {digests} {seconds}  {result.verdict:12} {moved}"

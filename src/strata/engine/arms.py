@@ -8,18 +8,22 @@ proves nothing and is an error.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from strata.config import OPTIONS, Requested
-from strata.engine.identity import ArmResult, Script, Transcript, compare, play
+from strata.engine.cancellation import Cancellation
+from strata.engine.identity import WINDOWS, ArmResult, Script, Transcript, compare, play
 from strata.engine.models import OpenModel
+from strata.engine.planning import CPU_CHUNK_ROWS
+from strata.engine.prompt_lengths import CHUNK, LONG_CHUNK, PAST, LengthPlan, Plays
 from strata.engine.runtime import Runtime
 from strata.engine.session import Session
 from strata.errors import StrataError
 from strata.experts.dispatch import WINDOW_ROWS
-from strata.experts.injection import FaultInjection
+from strata.experts.injection import FaultInjection, Witness
 from strata.experts.tiers import Tier
+from strata.kernels.cpu.blocks import row_blocks
 from strata.kernels.host import HostFaults
 from strata.option_values import Prefill
 from strata.stats import difference
@@ -30,17 +34,26 @@ __all__ = [
 
 PATH_1, PATH_2, PATH_3 = (f"page_lock_path = {path}" for path in (1, 2, 3))
 SOUND = HostFaults()  # a device that does nothing wrong
+FAST, ALL_TIERS, SMALL_WINDOWS = "all in VRAM", "all tiers", "all tiers, small windows"
+LATE = "arena, path 3, late copies, two buffers"
+LONG_CHUNKS = f"all tiers, chunks of {LONG_CHUNK:,}"
+# The arms of the wide model unless everything is asked for: what is fast, what is not, and prompts read in groups so
+# small that other kernels read them.
+WIDE = (FAST, ALL_TIERS, SMALL_WINDOWS)
 
 
 @dataclass(frozen=True)
 class Arm:
     """One placement. ``options`` are fields of ``Requested``; ``must`` are conditions on the run's counters, each a
-    counter that has to have moved (``hits``) or a comparison (``page_lock_path = 2``, ``alias_picks < hits``)."""
+    counter that has to have moved (``hits``) or a comparison (``page_lock_path = 2``, ``alias_picks < hits``). ``plays``
+    says at which lengths its mechanism can differ; ``reading`` how prompts are read where not in chunks (``play``)."""
 
     name: str
     options: Mapping[str, object]
     must: tuple[str, ...]
     faults: HostFaults = SOUND
+    plays: Plays = "classes"
+    reading: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +119,7 @@ def _by_hand(model: OpenModel) -> Arm:
 
 
 def _fits_card(arm: Arm) -> bool:
-    return not {"prefill_cpu_share"} & set(arm.options) and arm.name not in ("ring reserved",)
+    return not {"prefill_cpu_share", "prefill"} & set(arm.options) and arm.name not in ("ring reserved", LATE)
 
 
 def _card_arm(model: OpenModel, arm: Arm) -> Arm:
@@ -129,8 +142,19 @@ def _host_arms(model: OpenModel) -> list[Arm]:
     slots = {"adapt_every": 0}
     half_pinned = HostFaults(refuse_one_allocation=True, refuse_after_bytes=sizes.copy_bytes(0.5))
     budget_gib = sizes.copy_bytes(0.5) / 2**30
+    swapping = {**some, "adapt_every": 1, "adapt_swaps": 2}
+    # A third of the copy in each of page-locked RAM, pageable RAM and the file; few buffers, so that each is used again.
+    tiers = {**slots, **some, "resident_budget_gib": sizes.copy_bytes(0.67) / 2**30, "stager_ring": 2}
+    tiers["complement_pin_gib"] = sizes.copy_bytes(0.33) / 2**30
+    every_tier = ("hits", "misses_pinned", "misses_pageable", "misses_file", "file_bytes")
     return [
-        Arm("all in VRAM", {"expert_cache": total, "resident_experts": True}, ("hits",)),
+        Arm(FAST, {"expert_cache": total, "resident_experts": True}, ("hits",), plays="edges"),
+        Arm(ALL_TIERS, tiers, (*every_tier, "ring_loads"), plays="edges"),
+        Arm(SMALL_WINDOWS, tiers, every_tier, plays="edges", reading=_small_windows()),
+        *(
+            Arm(f"all tiers, chunks of {rows:,}", {**tiers, "prefill": Prefill(rows, is_auto=False)}, every_tier, plays="chunks")
+            for rows in _other_chunks()
+        ),
         Arm("CPU only", {"expert_cache": 0, "arena_pin_gib": "none"}, ("misses_pageable", "hits = 0")),
         Arm("slots: top-k", {**slots, "expert_cache": max(2, sizes.top_k), **ring}, ("misses_pinned", "ring_loads")),
         Arm(
@@ -150,6 +174,12 @@ def _host_arms(model: OpenModel) -> list[Arm]:
             "arena, path 3",
             {**slots, **some, "arena_pin_gib": "none"},
             (PATH_3, "misses_pageable", "staged_bytes", "misses_pinned = 0"),
+        ),
+        Arm(
+            LATE,
+            {**slots, **some, "arena_pin_gib": "none", "stager_ring": 2},
+            (PATH_3, "misses_pageable", "staged_bytes", "buffer_waits"),
+            HostFaults(copies="last_moment", late_queries=3),
         ),
         Arm("resident", {**slots, **some, "resident_experts": True}, (PATH_1, "hits", "misses_pinned", "direct_bytes")),
         Arm(
@@ -179,6 +209,18 @@ def _host_arms(model: OpenModel) -> list[Arm]:
             {**some, "resident_experts": True, "adapt_every": 1, "adapt_swaps": 2},
             ("swaps", "hits", "misses_pinned"),
         ),
+        Arm("swaps, arena", swapping, ("swaps", "swaps_pinned", "hits", "misses_pinned")),
+        Arm(
+            "swaps, arena, nothing pinned",
+            {**swapping, "arena_pin_gib": "none"},
+            ("swaps", "swaps_pageable", "hits", "misses_pageable"),
+        ),
+        Arm(
+            "swaps, budget and file",
+            {**swapping, **tiers, "adapt_every": 1},
+            ("swaps", "swaps_pinned", "swaps_pageable", "swaps_file", "hits", "misses_file"),
+        ),
+        Arm("swaps, mapped file", {**swapping, "mmap_experts": True}, ("swaps", "swaps_mapped", "hits", "misses_mapped")),
         Arm(
             "swaps, half pinned, late copies",
             {**some, "resident_experts": True, "adapt_every": 1, "adapt_swaps": 2},
@@ -210,6 +252,17 @@ def _host_arms(model: OpenModel) -> list[Arm]:
     ]
 
 
+def _small_windows() -> tuple[int, ...]:
+    """Row counts below those that are cut into panels, each once: no prompt is read by the kernels of many rows."""
+    most = row_blocks()["kPackRows"] - 1
+    return tuple(rows for pair in zip(range(1, most + 1), range(most, 0, -1), strict=True) for rows in pair)[:most]
+
+
+def _other_chunks() -> list[int]:
+    """Chunks beside those of every arm: longer ones, and what an arm without the option takes."""
+    return sorted({LONG_CHUNK, CPU_CHUNK_ROWS} - {CHUNK})
+
+
 # Zero at first, they tell a state rather than count.
 LEVELS = ("experts_in_vram", "experts_in_ram", "experts_pinned", "page_lock_path")
 
@@ -235,9 +288,10 @@ def demo_arms(model: OpenModel, prompt_rows: int, *, on_card: bool = False) -> l
     ]
 
 
-# Faults that a card cannot be given: what its rounds read from a file is compared anew each time, and its prompts are
-# windows that stage nothing.
-HOST_ALONE = (f"one bit flipped in {Tier.FILE.name}", "a staging buffer reused early")
+# Faults that a card cannot be given: what its rounds read from a file is compared anew each time, its prompts are windows
+# that stage nothing, and only the host's dispatcher sums and counts rows in Python.
+ORDER, DROPPED, ULP = "sums in another order in long chunks", "a row of a window dropped", "scales one ulp off"
+HOST_ALONE = (f"one bit flipped in {Tier.FILE.name}", "a staging buffer reused early", ORDER, DROPPED, ULP)
 
 
 def self_tests(model: OpenModel, *, on_card: bool = False) -> list[SelfTest]:
@@ -274,16 +328,30 @@ def _host_self_tests(model: OpenModel) -> list[SelfTest]:
         )
         for tier, name in tiers.items()
     ]
-    tests.append(
-        SelfTest("a swap's copy dropped", arms["a swap every round"], lambda: FaultInjection(drop_swap_copy=True))
-    )
-    late = dataclasses.replace(
-        arms["arena, path 3"],
-        name="arena, path 3, late copies, two buffers",
-        options={**arms["arena, path 3"].options, "stager_ring": 2},
-        faults=HostFaults(copies="last_moment", late_queries=3),
-    )
-    tests.append(SelfTest("a staging buffer reused early", late, lambda: FaultInjection(reuse_buffer_early=True)))
+    wrong = {
+        Tier.PINNED: "swaps, arena",
+        Tier.PAGEABLE: "swaps, arena, nothing pinned",
+        Tier.MAPPED: "swaps, mapped file",
+        Tier.FILE: "swaps, budget and file",
+    }
+    tests += [
+        SelfTest(
+            f"a wrong expert swapped in from {tier.name}",
+            arms[name],
+            lambda tier=tier: FaultInjection(swap_wrong_from=tier),  # type: ignore[misc]
+        )
+        for tier, name in wrong.items()
+    ]
+    window = (row_blocks()["kTileRows"] + PAST, WINDOW_ROWS)
+    met = (Tier.PAGEABLE, Tier.FILE)
+    tests += [
+        SelfTest("a swap's copy dropped", arms["a swap every round"], lambda: FaultInjection(drop_swap_copy=True)),
+        SelfTest("a staging buffer reused early", arms[LATE], lambda: FaultInjection(reuse_buffer_early=True)),
+        SelfTest(ORDER, arms[LONG_CHUNKS], lambda: FaultInjection(reorder_sums_above=CHUNK)),
+        SelfTest(DROPPED, arms["CPU only"], lambda: FaultInjection(drop_row_in=window)),
+        SelfTest(ULP, dataclasses.replace(arms[ALL_TIERS], plays="classes"), lambda: FaultInjection(nudge_scales_of=met)),
+        SelfTest("another id from the greedy path", arms["slots: 50 %"], lambda: FaultInjection(wrong_greedy_id=True)),
+    ]
     return tests
 
 
@@ -298,13 +366,13 @@ def overruled(requested: Requested) -> list[str]:
 _OWN = [one for one in OPTIONS if one.group in ("memory", "prompt", "experts") and one.name not in KEPT_OPTIONS]
 
 
-def arm_request(requested: Requested, arm: Arm, script: Script) -> Requested:
+def arm_request(requested: Requested, arm: Arm, longest: int) -> Requested:
     """The user's configuration with every memory, prompt and expert option at its default, then the arm's own. Paths
-    of page-locking go in their documented order, so that an arm takes the one that it is named for."""
+    of page-locking go in their documented order, so that an arm takes the one that it is named for. ``longest``:
+    positions of the longest sequence."""
     free = {one.name: one.default for one in _OWN} | {"prefer_slices": False}
-    longest = max(script.prompt_lengths) + script.decode_tokens + 8
-    context = requested.max_context if isinstance(requested.max_context, int) else longest
-    changed = {**free, "prefill": Prefill(512, is_auto=False), "max_context": context, **arm.options}
+    context = requested.max_context if isinstance(requested.max_context, int) else longest + max(WINDOWS)
+    changed = {**free, "prefill": Prefill(CHUNK, is_auto=False), "max_context": context, **arm.options}
     return dataclasses.replace(requested, **changed)  # type: ignore[arg-type]
 
 
@@ -315,39 +383,55 @@ def run_arm(
     script: Script,
     *,
     reference: Transcript | None,
+    longest: int | None = None,
     injection: FaultInjection | None = None,
+    witness: Witness | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> ArmResult:
     """Loads the placement, plays the script, compares. A named error becomes the row's error, except the reference's,
-    which is raised: without it nothing can be compared."""
+    which is raised: without it nothing can be compared. ``longest``: positions that every arm of the table has, where
+    the script alone does not say it. ``witness`` sees what the arm does."""
+    asked = arm_request(requested, arm, max(longest or 0, script.longest))
     try:
-        return _play_arm(model, requested, arm, script, reference, injection, on_progress)
+        return _play_arm(model, asked, arm, script, reference, injection or witness, on_progress)
     except StrataError as error:
         if reference is None:
             raise
         return ArmResult(arm.name, None, {}, error=str(error))
 
 
+class _Seen(Session):
+    """A session whose greedy rounds a witness sees."""
+
+    def __init__(self, runtime: Runtime, witness: Witness) -> None:
+        super().__init__(runtime)
+        self._witness, self._vocabulary = witness, runtime.vocabulary
+
+    def greedy_round(self, ids: Sequence[int], *, cancellation: Cancellation | None = None) -> list[int]:
+        return self._witness.before_answer(super().greedy_round(ids, cancellation=cancellation), self._vocabulary)
+
+
 def _play_arm(
     model: OpenModel,
-    requested: Requested,
+    asked: Requested,
     arm: Arm,
     script: Script,
     reference: Transcript | None,
-    injection: FaultInjection | None,
+    witness: Witness | None,
     on_progress: Callable[[str], None] | None,
 ) -> ArmResult:
     # An arm forces its tiers whatever this system lets a process lock.
-    asked = arm_request(requested, arm, script)
-    runtime = Runtime.open(model, asked, faults=arm.faults, injection=injection, locks=None)
+    runtime = Runtime.open(model, asked, faults=arm.faults, injection=witness, locks=None)
     try:
         before = runtime.statistics().experts
         transcript = play(
-            lambda: Session(runtime),
+            lambda: Session(runtime) if witness is None else _Seen(runtime, witness),
             script,
             runtime.vocabulary,
             model.text.end_ids,
             reference=reference,
+            reading=arm.reading,
+            tokenizer=model.text.tokenizer,
             on_progress=on_progress,
         )
         after = runtime.statistics().experts
@@ -356,10 +440,11 @@ def _play_arm(
     counters = {name: int(value) for name, value in difference(after, before).items()}
     counters |= {name: getattr(after, name) for name in LEVELS}
     missing = [condition for condition in arm.must if not _holds(condition, counters)]
-    if reference is not None and max(script.windows) > 1:
+    decodes_many = any(script.tokens_after(length) == script.decode_tokens for length in script.prompt_lengths)
+    if reference is not None and max(script.windows) > 1 and decodes_many:
         windows = {"accepted drafts": transcript.drafts_accepted, "rejected drafts": transcript.drafts_rejected}
         missing += [name for name, count in windows.items() if not count]
-    different = compare(reference, transcript, script) if reference is not None else ""
+    different = transcript.answered if reference is None else compare(reference, transcript)
     return ArmResult(arm.name, transcript, counters, tuple(missing), different)
 
 
@@ -376,14 +461,21 @@ def _holds(condition: str, counters: Mapping[str, int]) -> bool:
 def run_arms(
     model: OpenModel,
     requested: Requested,
-    arms: Iterable[Arm],
-    script: Script,
+    arms: Sequence[Arm],
+    plan: LengthPlan,
     on_progress: Callable[[str, str], None] | None = None,
 ) -> Iterator[ArmResult]:
-    """Results in order; the first arm is the reference of the others, and its error is raised."""
+    """Results in order; the first arm is the reference of the others, plays what any of them plays, and its error is
+    raised."""
+    if not arms:
+        return
     reference: Transcript | None = None
+    every = Script.union(plan.script_of(arm.plays) for arm in arms)
     for arm in arms:
         tell = (lambda what, name=arm.name: on_progress(name, what)) if on_progress else None
-        result = run_arm(model, requested, arm, script, reference=reference, on_progress=tell)
+        script = every if reference is None else plan.script_of(arm.plays)
+        result = run_arm(
+            model, requested, arm, script, reference=reference, longest=every.longest, on_progress=tell
+        )
         yield result
         reference = reference or result.transcript

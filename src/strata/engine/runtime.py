@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from strata.engine.device_rounds import DeviceRounds
-    from strata.experts.injection import FaultInjection
+    from strata.experts.injection import Witness
     from strata.kernels.backend import Backend
     from strata.kernels.cuda.card_rates import CardRates
     from strata.kernels.ops import ExpertExecutor
@@ -162,7 +162,7 @@ class Runtime:
         requested: Requested,
         *,
         faults: HostFaults = HostFaults(),
-        injection: FaultInjection | None = None,
+        injection: Witness | None = None,
         on_progress: Progress | None = None,
         device: RoundDevice | None = None,
         locks: PageLocks | None = SYSTEM_LOCKS,
@@ -229,7 +229,7 @@ class Runtime:
         plan: ResolvedPlan,
         memory: LoadMemory,
         link_share: float,
-        injection: FaultInjection | None,
+        injection: Witness | None,
         on_progress: Progress | None,
         stages: Stages,
     ) -> ExpertSystem:

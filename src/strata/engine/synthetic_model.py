@@ -6,14 +6,17 @@ about such a model (its profile) is kept in STRATA_HOME/profiles; its weights ar
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from strata.checkpoint.computed_pack import write_computed_pack
 from strata.checkpoint.synthetic_reader import Scaling, SyntheticReader, SyntheticWeights
-from strata.engine.models import OpenModel
+from strata.engine.models import OpenModel, open_model
 from strata.models import find
 from strata.models.synthetic_shapes import gain_of, is_router, synthetic_config, synthetic_map
 from strata.paths import find_home
@@ -21,11 +24,9 @@ from strata.text.byte_tokenizer import byte_tokenizer
 from strata.text.pipeline import TextPipeline
 from strata.text.tokenizer_files import tokenizer_files
 
-if TYPE_CHECKING:
-    from pathlib import Path
+__all__ = ["GENERATION", "WIDE_SHAPE", "open_synthetic", "open_wide", "write_synthetic_pack"]
 
-__all__ = ["GENERATION", "open_synthetic", "write_synthetic_pack"]
-
+WIDE_SHAPE = "wide-hyper"
 GENERATION = 1  # of how weights are computed; rises with every change, so that no profile of others is taken
 
 
@@ -53,6 +54,18 @@ def write_synthetic_pack(shape: str, num_layers: int | None, weights: SyntheticW
         return write_computed_pack(model.reader, model.family.weight_map(model.config), destination)
     finally:
         model.close()
+
+
+@contextlib.contextmanager
+def open_wide() -> Iterator[OpenModel]:
+    """The small model of a released model's width, read from files that are removed at the end: a mapped file is one of
+    the places that its experts are read from. Raises ``CheckpointError``."""
+    with tempfile.TemporaryDirectory(prefix="strata-wide-") as folder:
+        model = open_model(str(write_synthetic_pack(WIDE_SHAPE, None, SyntheticWeights(), Path(folder) / WIDE_SHAPE)))
+        try:
+            yield model
+        finally:
+            model.close()
 
 
 def _folder(name: str) -> Path:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from strata.experts.injection import FaultInjection
+from strata.experts.injection import Witness
 from strata.experts.mover import Move, Mover
 from strata.experts.policy import split_pinned
 from strata.experts.ring import PromptRing
@@ -70,7 +70,7 @@ class Dispatcher:
         pcie_fraction: float = 0.0,
         pcie_balance: bool = True,
         cpu_share: float = 0.0,
-        injection: FaultInjection | None = None,
+        injection: Witness | None = None,
     ) -> None:
         self.counters = DispatchCounters([0] * len(Tier))
         self._store, self._mover, self._kernel = store, mover, kernel
@@ -89,7 +89,7 @@ class Dispatcher:
         if picks.by_kind[Tier.MAPPED]:
             for task in np.flatnonzero(picks.kinds == Tier.MAPPED).tolist():
                 self._check_mapped(layer, int(picks.tasks.experts[task]), int(picks.tasks.tasks["blob"][task]))
-        self._count(picks)
+        self._count(picks, num_rows)
         parts = torch.empty(num_rows * top_k, x_TH.shape[1])
         work = _Work(self._kernel, layer, picks, x_TH, parts, self._start_flags(num_rows))
         if ring is not None:
@@ -100,6 +100,8 @@ class Dispatcher:
             if picks.by_kind[Tier.MAPPED]:
                 self._store.read_ahead(picks.tasks.tasks["blob"][picks.kinds == Tier.MAPPED])
             work.compute_all()
+        if self._injection is not None:
+            parts, weights_TK = self._injection.before_sum(parts, weights_TK)
         return self._kernel.combine(parts, weights_TK, work.flags)
 
     def take_flags(self) -> NDArray[np.uint8]:
@@ -203,7 +205,7 @@ class Dispatcher:
         numbers: list[int] = (np.flatnonzero(~inside) + first).tolist()
         return numbers
 
-    def _count(self, picks: GroupedPicks) -> None:
+    def _count(self, picks: GroupedPicks, num_rows: int) -> None:
         by_tier, counters = picks.by_kind, self.counters
         counters.by_tier = [before + now for before, now in zip(counters.by_tier, by_tier, strict=False)]
         counters.num_calls += 1
@@ -212,6 +214,7 @@ class Dispatcher:
         pinned = by_tier[Tier.PINNED]
         counters.num_alias += split_pinned(pinned, others, self._pcie_fraction, balance=self._pcie_balance)
         if self._injection is not None:
+            self._injection.before_call(picks, num_rows)
             for tier, address in zip(picks.kinds.tolist(), picks.tasks.tasks["blob"].tolist(), strict=True):
                 if address:
                     self._injection.before_compute(Tier(tier), address)

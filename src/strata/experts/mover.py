@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from strata.errors import CheckpointError
-from strata.experts.injection import FaultInjection
+from strata.experts.injection import Witness
 from strata.experts.source import ExpertSource
 from strata.experts.store import ExpertStore
 from strata.experts.tiers import Tier
@@ -65,7 +65,7 @@ class MoverCounters:
 class StagingBuffers:
     """Buffers of one expert each at ``addresses``, handed out in the order in which they become free."""
 
-    def __init__(self, addresses: Sequence[int], injection: FaultInjection | None = None) -> None:
+    def __init__(self, addresses: Sequence[int], injection: Witness | None = None) -> None:
         self.num_buffers = len(addresses)
         self._addresses = tuple(addresses)
         self._injection = injection

@@ -33,6 +33,10 @@ class ExpertStatistics:
     slots_lent: int
     slots_refilled: int
     swaps: int
+    swaps_pinned: int  # begun, by the tier of the promoted expert
+    swaps_pageable: int
+    swaps_mapped: int
+    swaps_file: int
     swaps_copied_back: int
     buffer_waits: int
     loaded_bytes: int  # read from the file at the load

@@ -12,10 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strata.errors import CheckpointError
-from strata.experts.injection import FaultInjection
+from strata.experts.injection import Witness
 from strata.experts.mover import Move, Mover
 from strata.experts.policy import Swap
 from strata.experts.store import ExpertStore
+from strata.experts.tiers import Tier
 
 __all__ = ["SwapEngine"]
 
@@ -36,13 +37,14 @@ class SwapEngine:
     """Owns the spare slots. ``start`` between rounds, ``advance`` between rounds; one thread."""
 
     def __init__(
-        self, store: ExpertStore, mover: Mover, spares: list[int], injection: FaultInjection | None = None
+        self, store: ExpertStore, mover: Mover, spares: list[int], injection: Witness | None = None
     ) -> None:
         self._store, self._mover, self._injection = store, mover, injection
         self._running: list[_Running] = []
         self.spares = spares
         self.num_done = 0
         self.num_copied_back = 0
+        self.num_from = [0] * len(Tier)  # swaps begun by the tier of the promoted expert
 
     @property
     def num_running(self) -> int:
@@ -62,9 +64,14 @@ class SwapEngine:
             return False
         spare = self.spares.pop()
         slots.invalidate(spare)
+        source: int | None = swap.promoted
+        tier = Tier(int(self._store.host_tier[swap.promoted]))
+        self.num_from[tier] += 1
+        if self._injection is not None:
+            source = self._injection.before_swap(swap.promoted, tier, len(slots.slot_of))
         loading = None
-        if self._injection is None or not self._injection.drops_this_swap():
-            (loading,) = self._mover.load([swap.promoted], [slots.slot_address(spare)])
+        if source is not None:
+            (loading,) = self._mover.load([source], [slots.slot_address(spare)])
         self._running.append(_Running(swap, spare, loading))
         return True
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from strata.experts.device_dispatch import DeviceDispatch
 from strata.experts.dispatch import Dispatcher, ExpertKernel
-from strata.experts.injection import FaultInjection
+from strata.experts.injection import Witness
 from strata.experts.lender import SlotLender
 from strata.experts.loader import fill_ram, fill_slots
 from strata.experts.mover import Mover, StagingBuffers
@@ -77,7 +77,7 @@ class ExpertSystem:
         heat: NDArray[np.float64],
         pcie_fraction: float,
         pcie_balance: bool,
-        injection: FaultInjection | None,
+        injection: Witness | None,
     ) -> None:
         self.plan = plan
         self.store = store
@@ -126,7 +126,7 @@ class ExpertSystem:
         verify: bool = True,
         pcie_fraction: float = 0.0,
         pcie_balance: bool = True,
-        injection: FaultInjection | None = None,
+        injection: Witness | None = None,
         progress: Progress | None = None,
         taken: TakenMemory | None = None,
         stages: Stages | None = None,
@@ -283,6 +283,10 @@ class ExpertSystem:
             slots_lent=self._lender.num_lent,
             slots_refilled=self._lender.num_refilled,
             swaps=self.swaps.num_done,
+            swaps_pinned=self.swaps.num_from[Tier.PINNED],
+            swaps_pageable=self.swaps.num_from[Tier.PAGEABLE],
+            swaps_mapped=self.swaps.num_from[Tier.MAPPED],
+            swaps_file=self.swaps.num_from[Tier.FILE],
             swaps_copied_back=self.swaps.num_copied_back,
             buffer_waits=self.mover.buffers.num_waits,
             loaded_bytes=self._loaded_bytes,

@@ -45,10 +45,35 @@ _TINY_HYPER: dict[str, Any] = {
     "indexer_head_dim": 32,
 }
 
+# For `strata verify`: matrices as wide as a released model's, and little else, so that a prompt takes a second.
+_WIDE: dict[str, Any] = {
+    "hidden_size": 2560,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "indexed_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "indexer_head_dim": 64,
+    "hc_lowrank": 64,
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 640,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "vocab_size": 288,
+    "max_position_embeddings": 4096,
+}
+
 SYNTHETIC_SHAPES: dict[str, dict[str, Any]] = {
     **KNOWN_SHAPES,
     "tiny-attention": {**PROBE_SHAPES["qwen3_moe"], **_TINY, "eos_token_id": [0]},
     "tiny-hyper": {**PROBE_SHAPES["qwen4_exp"], **_TINY, **_TINY_HYPER, "eos_token_id": [0]},
+    "wide-hyper": {**PROBE_SHAPES["qwen4_exp"], **_TINY_HYPER, **_WIDE, "eos_token_id": [258, 256]},
 }
 
 # What a block adds to the residual stream has this share of its size: after 48 layers of two blocks it is still mostly
