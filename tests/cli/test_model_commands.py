@@ -143,18 +143,20 @@ def test_input_that_is_no_utf8_is_called_that(
 
 
 def test_verify_counts_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--prompts", "1,100", "--tokens", "12", "--arm", "path 3"]) == 0
+    assert main(["verify", "--prompts", "1,100", "--tokens", "12", "--arm", "path 3", "--only-model"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if " of " in line[:8]]
-    assert [row[:6] for row in rows] == ["1 of 2", "2 of 2"]
+    assert [row[:6] for row in rows] == ["1 of 3", "2 of 3", "3 of 3"]
 
 
 def test_verify_prints_a_row_an_arm(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["verify", "--prompts", "1,100", "--tokens", "12", "--arm", "path 3", "--json"]
+    words = ["verify", "--prompts", "1,100", "--tokens", "12", "--arm", "arena, path 3,", "--json", "--only-model"]
     assert main(words) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row.get("verdict") for row in rows] == ["identical", "identical", None]
     assert rows[0]["logits_sha256"] == rows[1]["logits_sha256"]
     assert rows[1]["counters"]["staged_bytes"] > 0
+    assert rows[1]["prompts"] == [1, 100]
+    assert sum(rows[1]["tiers_met"].values()) == rows[1]["counters"]["num_calls"]
     assert rows[2] == {"good": True, "rows": 2}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from strata.config import Requested
+from strata.engine import arms
 from strata.engine.arms import HOST_ALONE, all_arms, self_tests
 from strata.engine.identity import Script
 from strata.engine.models import OpenModel, open_model
@@ -20,6 +21,10 @@ from strata.engine.proof import Proof
 from tests.engine.random_models import FAMILIES, write_random_model
 
 CARD = dataclasses.replace(Requested(), device="cuda", ram_gib=2.0, resident_headroom_gib=0.0, vram_reserve_mib=0)
+EMULATED_FAULTS = (
+    "one bit flipped in VRAM", "one bit flipped in PINNED", "one bit flipped in PINNED, link",
+    "a wrong expert swapped in from FILE", "another id from the greedy path",
+)  # fmt: skip
 EMULATED_ARMS = ("a swap every round", "PCIe share 0.5, fixed")
 
 
@@ -34,21 +39,29 @@ def test_arms_of_random_models_are_identical_where_a_card_is_emulated(model: Ope
     from tests.engine.emulated_device import emulated_card
 
     with emulated_card():
-        results = list(Proof(model, CARD, Script((3,), 10)).arms(EMULATED_ARMS))
+        results = list(Proof(model, CARD, Script((3,), 10, windows=(1, 4))).arms(EMULATED_ARMS))
     found = {result.name: result.verdict for result in results}
     assert set(EMULATED_ARMS) <= set(found)
     assert set(found.values()) == {"identical"}, found
     assert len({result.transcript.sha256 for result in results if result.transcript}) == 1
 
 
-def test_faults_are_found_where_a_card_is_emulated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("planted", ["some", pytest.param("all", marks=pytest.mark.long)])
+def test_faults_are_found_where_a_card_is_emulated(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests.engine.emulated_device import emulated_card
 
+    if planted == "some":
+        monkeypatch.setattr(
+            arms, "self_tests", lambda *of, **how: [one for one in self_tests(*of, **how) if one.name in EMULATED_FAULTS]
+        )
     model = open_model(str(write_random_model(tmp_path, "qwen3_moe")))
     with emulated_card():
         proof = Proof(model, CARD, Script((3,), 24, windows=(1,)))
         assert proof.not_planted == HOST_ALONE
         results = list(proof.self_tests())
+        assert planted == "all" or {result.name for result in results} == set(EMULATED_FAULTS)
         assert len(results) == proof.count_self_tests()
     model.close()
     for result in results:
@@ -56,7 +69,7 @@ def test_faults_are_found_where_a_card_is_emulated(tmp_path: Path) -> None:
         assert result.verdict.startswith("found: arm"), result.verdict
 
 
-def test_a_card_has_the_hosts_faults_but_two(model: OpenModel) -> None:
+def test_a_card_has_the_hosts_faults_but_those_of_the_host_alone(model: OpenModel) -> None:
     on_card = [test.name for test in self_tests(model, on_card=True)]
     host = [test.name for test in self_tests(model)]
     assert set(HOST_ALONE) < set(host)

@@ -124,7 +124,7 @@ def as_row(result: ArmResult) -> dict[str, object]:
         row |= {"logits_sha256": transcript.sha256, "tokens_sha256": transcript.tokens_sha256}
         row |= {"prompts": transcript.lengths}
         row |= {"seconds": round(transcript.seconds, 3), "rounds": transcript.rounds}
-    return row | {"counters": dict(result.counters)}
+    return row | {"tiers_met": result.met, "counters": dict(result.counters)}
 
 
 def format_row(result: ArmResult) -> str:

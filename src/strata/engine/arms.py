@@ -29,7 +29,7 @@ from strata.option_values import Prefill
 from strata.stats import difference
 
 __all__ = [
-    "DEMO", "HOST_ALONE", "Arm", "SelfTest", "all_arms", "demo_arms", "overruled", "run_arm", "run_arms", "self_tests",
+    "ALL_TIERS", "DEMO", "FAST", "HOST_ALONE", "LONG_CHUNKS", "SMALL_WINDOWS", "WIDE", "Arm", "SelfTest", "all_arms", "demo_arms", "overruled", "run_arm", "run_arms", "self_tests",
 ]  # fmt: skip
 
 PATH_1, PATH_2, PATH_3 = (f"page_lock_path = {path}" for path in (1, 2, 3))
@@ -88,8 +88,9 @@ class _Sizes:
 
     @property
     def small_ring(self) -> int:
-        """Fewer slots than a layer has experts, so that the ring must be gone round."""
-        return max(2, min(self.layer // 2, self.quarter))
+        """Fewer slots than a layer has experts, so that the ring must be gone round, and than the cache has, so that a
+        prompt which borrows them still meets experts in VRAM."""
+        return max(2, min(self.layer // 2, self.quarter // 2))
 
     def copy_bytes(self, share: float) -> int:
         """``share`` of the copy in RAM that a quarter of the slots leaves."""
@@ -97,6 +98,7 @@ class _Sizes:
 
 
 # What a prompt streams; on a card prompts run as decode windows and stream nothing.
+STREAMING = ("prefill", "prefill_ring", "prefill_borrow")
 STREAMED = ("ring_loads", "ring_loads = 0", "direct_bytes", "staged_bytes")
 
 
@@ -119,12 +121,12 @@ def _by_hand(model: OpenModel) -> Arm:
 
 
 def _fits_card(arm: Arm) -> bool:
-    return not {"prefill_cpu_share", "prefill"} & set(arm.options) and arm.name not in ("ring reserved", LATE)
+    return "prefill_cpu_share" not in arm.options and arm.plays != "chunks" and arm.name not in ("ring reserved", LATE)
 
 
 def _card_arm(model: OpenModel, arm: Arm) -> Arm:
     """The arm without streaming; refusals by options in place of a device's faults."""
-    options = {name: value for name, value in arm.options.items() if name not in ("prefill_ring", "prefill_borrow")}
+    options = {name: value for name, value in arm.options.items() if name not in STREAMING}
     if arm.faults.refuse_one_allocation and arm.faults.refuse_after_bytes is None:
         options["test_complement_refuse"] = True
     elif arm.faults.refuse_after_bytes is not None:
@@ -140,7 +142,8 @@ def _host_arms(model: OpenModel) -> list[Arm]:
     total, quarter, ring = sizes.total, sizes.quarter, {"prefill_ring": sizes.small_ring}
     some = {"expert_cache": quarter, **ring}
     slots = {"adapt_every": 0}
-    half_pinned = HostFaults(refuse_one_allocation=True, refuse_after_bytes=sizes.copy_bytes(0.5))
+    long = {"prefill": Prefill(LONG_CHUNK, is_auto=False)}  # a prompt that others read in two chunks is one
+    half_pinned = HostFaults(refuse_one_allocation=True, refuse_after_bytes=sizes.copy_bytes(0.7))  # whole layers
     budget_gib = sizes.copy_bytes(0.5) / 2**30
     swapping = {**some, "adapt_every": 1, "adapt_swaps": 2}
     # A third of the copy in each of page-locked RAM, pageable RAM and the file; few buffers, so that each is used again.
@@ -163,7 +166,7 @@ def _host_arms(model: OpenModel) -> list[Arm]:
             ("hits", "misses_pinned", "ring_loads"),
         ),
         Arm("slots: 50 %", {**slots, "expert_cache": total // 2, **ring}, ("hits", "misses_pinned", "ring_loads")),
-        Arm("arena, path 1", {**slots, **some}, (PATH_1, "hits", "misses_pinned", "direct_bytes", "ring_loads")),
+        Arm("arena, path 1", {**slots, **some, **long}, (PATH_1, "hits", "misses_pinned", "direct_bytes", "ring_loads")),
         Arm(
             "arena, path 2",
             {**slots, **some},
@@ -172,8 +175,13 @@ def _host_arms(model: OpenModel) -> list[Arm]:
         ),
         Arm(
             "arena, path 3",
-            {**slots, **some, "arena_pin_gib": "none"},
+            {**slots, **some, **long, "arena_pin_gib": "none"},
             (PATH_3, "misses_pageable", "staged_bytes", "misses_pinned = 0"),
+        ),
+        Arm(
+            "arena, 37 % pinned",
+            {**slots, **some, "arena_pin_gib": sizes.copy_bytes(0.37) / 2**30},
+            ("misses_pinned", "misses_pageable", "staged_bytes"),
         ),
         Arm(
             LATE,
@@ -189,7 +197,7 @@ def _host_arms(model: OpenModel) -> list[Arm]:
         ),
         Arm(
             "resident, refused half-way",
-            {**slots, **some, "resident_experts": True},
+            {**slots, **some, **long, "resident_experts": True},
             (PATH_2, "hits", "misses_pinned", "misses_pageable", "direct_bytes", "staged_bytes"),
             half_pinned,
         ),
@@ -203,7 +211,7 @@ def _host_arms(model: OpenModel) -> list[Arm]:
             {**slots, **some, "resident_budget_gib": budget_gib},
             ("hits", "misses_pinned", "misses_file", "file_bytes"),
         ),
-        Arm("mapped file", {**slots, **some, "mmap_experts": True}, ("hits", "misses_mapped")),
+        Arm("mapped file", {**slots, **some, **long, "mmap_experts": True}, ("hits", "misses_mapped")),
         Arm(
             "a swap every round",
             {**some, "resident_experts": True, "adapt_every": 1, "adapt_swaps": 2},
@@ -385,15 +393,14 @@ def run_arm(
     reference: Transcript | None,
     longest: int | None = None,
     injection: FaultInjection | None = None,
-    witness: Witness | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> ArmResult:
     """Loads the placement, plays the script, compares. A named error becomes the row's error, except the reference's,
     which is raised: without it nothing can be compared. ``longest``: positions that every arm of the table has, where
-    the script alone does not say it. ``witness`` sees what the arm does."""
+    the script alone does not say it."""
     asked = arm_request(requested, arm, max(longest or 0, script.longest))
     try:
-        return _play_arm(model, asked, arm, script, reference, injection or witness, on_progress)
+        return _play_arm(model, asked, arm, script, reference, injection or Witness(), on_progress)
     except StrataError as error:
         if reference is None:
             raise
@@ -417,7 +424,7 @@ def _play_arm(
     arm: Arm,
     script: Script,
     reference: Transcript | None,
-    witness: Witness | None,
+    witness: Witness,
     on_progress: Callable[[str], None] | None,
 ) -> ArmResult:
     # An arm forces its tiers whatever this system lets a process lock.
@@ -425,7 +432,7 @@ def _play_arm(
     try:
         before = runtime.statistics().experts
         transcript = play(
-            lambda: Session(runtime) if witness is None else _Seen(runtime, witness),
+            lambda: _Seen(runtime, witness),
             script,
             runtime.vocabulary,
             model.text.end_ids,
@@ -434,7 +441,7 @@ def _play_arm(
             tokenizer=model.text.tokenizer,
             on_progress=on_progress,
         )
-        after = runtime.statistics().experts
+        after, mode = runtime.statistics().experts, runtime.plan.mode
     finally:
         runtime.close()
     counters = {name: int(value) for name, value in difference(after, before).items()}
@@ -445,7 +452,7 @@ def _play_arm(
         windows = {"accepted drafts": transcript.drafts_accepted, "rejected drafts": transcript.drafts_rejected}
         missing += [name for name, count in windows.items() if not count]
     different = transcript.answered if reference is None else compare(reference, transcript)
-    return ArmResult(arm.name, transcript, counters, tuple(missing), different)
+    return ArmResult(arm.name, transcript, counters, tuple(missing), different, mode=mode, seen=witness)
 
 
 def _holds(condition: str, counters: Mapping[str, int]) -> bool:

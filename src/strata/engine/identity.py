@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from strata.engine.session import Session
+    from strata.experts.injection import Witness
     from strata.text.tokenizer import Tokenizer
 
 __all__ = ["NOT_FINITE", "ArmResult", "Script", "Transcript", "compare", "play", "prompt_ids"]
@@ -107,7 +109,8 @@ class Transcript:
 @dataclass(frozen=True)
 class ArmResult:
     """One row of the table. ``missing`` names mechanisms that never occurred; ``difference`` says where bytes differ;
-    ``found`` how a planted fault showed itself, which is the good end of a self-test."""
+    ``found`` how a planted fault showed itself, which is the good end of a self-test; ``mode`` is the RAM mode and ``seen``
+    what experts did in it."""
 
     name: str
     transcript: Transcript | None
@@ -116,6 +119,16 @@ class ArmResult:
     difference: str = ""
     error: str = ""
     found: str = ""
+    mode: str = ""
+    seen: Witness | None = None
+
+    @property
+    def met(self) -> dict[str, int]:
+        """Calls of a layer by the tiers that met in it; of rounds on a card none are seen."""
+        met: Counter[str] = Counter()
+        for (tiers, _), count in (self.seen.calls if self.seen else {}).items():
+            met["+".join(tier.name for tier in tiers)] += count
+        return dict(met)
 
     @property
     def good(self) -> bool:
