@@ -24,6 +24,7 @@ help:
 	@echo "make bench        all benchmarks; results in benchmarks/results  ARGS='--machine NAME'"
 	@echo "make test-gpu     the tests that need an NVIDIA card"
 	@echo "make test-cpu512  the tests that need AVX-512"
+	@echo "make verify-full  strata verify with every arm at every length, and its planted faults"
 	@echo "make test-windows the Windows memory calls under wine"
 	@echo "make generate     rewrite the generated pages from their sources"
 	@echo "make clean        remove what was built and installed here"
@@ -60,6 +61,12 @@ test-gpu: environment-dev native
 
 test-cpu512: environment-dev native
 	@STRATA_TESTS_REQUIRE=avx512 $(PY) -m pytest -m avx512 -q $(ARGS)
+
+# The whole product of placements and lengths, then the planted faults: about ten minutes.
+.PHONY: verify-full
+verify-full: environment native
+	@$(PY) -m strata verify --full $(ARGS)
+	@$(PY) -m strata verify --self-test $(ARGS)
 
 lint: environment-dev
 	@$(PY) -m ruff check .

@@ -16,8 +16,8 @@ import pytest
 from strata.config import RamMode, Requested
 from strata.engine.arms import ALL_TIERS, FAST, LONG_CHUNKS, SMALL_WINDOWS
 from strata.engine.identity import WINDOWS, ArmResult
-from strata.engine.proof import Proof
 from strata.engine.prompt_lengths import CHUNK, block_sizes, classes_of_rows
+from strata.engine.proof import Proof
 from strata.experts.dispatch import LOOK_AHEAD_ROWS, WINDOW_ROWS
 from strata.experts.tiers import Tier
 from tests.engine.random_models import write_random_model

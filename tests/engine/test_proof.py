@@ -15,8 +15,8 @@ from strata.engine.arms import WIDE, Arm, all_arms, arm_request, demo_arms, run_
 from strata.engine.identity import Script, Transcript, _read, compare
 from strata.engine.models import OpenModel, open_model
 from strata.engine.planning import pin_request
-from strata.engine.proof import Proof
 from strata.engine.prompt_lengths import LengthPlan, edges
+from strata.engine.proof import Proof
 from strata.errors import ConfigError, MemoryPlanError
 from strata.kernels.cpu.blocks import row_blocks
 from strata.memory.requests import PinRequest
@@ -154,5 +154,11 @@ def test_lengths_lie_at_the_edges_of_blocks() -> None:
     assert len(many) == 2
     assert {plan.script.tokens_after(length) for length in plan.edges if length not in many} == {8}
     whole = LengthPlan.of_kernels(4096, None, whole=True)
-    assert set(whole.script_of("classes").prompt_lengths) == {*plan.classes, *plan.edges, *plan.chunks}
+    assert set(whole.script_of("classes").prompt_lengths) == {*plan.classes, *plan.edges}
+    assert set(whole.script_of("classes", long_chunks=True).prompt_lengths) == {
+        *plan.classes,
+        *plan.edges,
+        *plan.chunks,
+    }
+    assert {33, 37, 97, 101} <= set(plan.tails) < set(plan.edges)
     assert plan.script_of("classes").prompt_lengths == plan.classes

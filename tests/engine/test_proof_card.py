@@ -54,7 +54,9 @@ def test_faults_are_found_where_a_card_is_emulated(
 
     if planted == "some":
         monkeypatch.setattr(
-            arms, "self_tests", lambda *of, **how: [one for one in self_tests(*of, **how) if one.name in EMULATED_FAULTS]
+            arms,
+            "self_tests",
+            lambda *of, **how: [one for one in self_tests(*of, **how) if one.name in EMULATED_FAULTS],
         )
     model = open_model(str(write_random_model(tmp_path, "qwen3_moe")))
     with emulated_card():

@@ -10,8 +10,8 @@ import pytest
 from strata.kernels.cpu.blocks import row_blocks
 from strata.kernels.cpu.library import ISA_LEVELS, available_isa_levels, isa, select_isa
 
-# Constants of this kind: rows of a block, of a tile or of a slab, queries of a pass, entries of a split. How many rows a
-# thread claims at once (kRowsPerUnit) is none: splitting work decides no result, whatever the number of rows.
+# Constants of this kind: rows of a block, of a tile or of a slab, queries of a pass, entries of a split. How many rows
+# a thread claims at once (kRowsPerUnit) is none: splitting work decides no result, whatever the number of rows.
 SIZE = re.compile(r"^constexpr (?:int|int64_t|long) (k\w*Rows|kRowsAtOnce|kQueries|kSplit) = ([^;]+);", re.M)
 
 

@@ -8,7 +8,7 @@ proves nothing and is an error.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from strata.config import OPTIONS, Requested
@@ -29,7 +29,8 @@ from strata.option_values import Prefill
 from strata.stats import difference
 
 __all__ = [
-    "ALL_TIERS", "DEMO", "FAST", "HOST_ALONE", "LONG_CHUNKS", "SMALL_WINDOWS", "WIDE", "Arm", "SelfTest", "all_arms", "demo_arms", "overruled", "run_arm", "run_arms", "self_tests",
+    "ALL_TIERS", "DEMO", "FAST", "HOST_ALONE", "LONG_CHUNKS", "SMALL_WINDOWS", "WIDE", "Arm", "SelfTest", "all_arms",
+    "demo_arms", "overruled", "run_arm", "run_arms", "script_of", "self_tests",
 ]  # fmt: skip
 
 PATH_1, PATH_2, PATH_3 = (f"page_lock_path = {path}" for path in (1, 2, 3))
@@ -45,8 +46,9 @@ WIDE = (FAST, ALL_TIERS, SMALL_WINDOWS)
 @dataclass(frozen=True)
 class Arm:
     """One placement. ``options`` are fields of ``Requested``; ``must`` are conditions on the run's counters, each a
-    counter that has to have moved (``hits``) or a comparison (``page_lock_path = 2``, ``alias_picks < hits``). ``plays``
-    says at which lengths its mechanism can differ; ``reading`` how prompts are read where not in chunks (``play``)."""
+    counter that has to have moved (``hits``) or a comparison (``page_lock_path = 2``, ``alias_picks < hits``).
+    ``plays`` says at which lengths its mechanism can differ; ``reading`` how prompts are read where not in chunks
+    (``play``)."""
 
     name: str
     options: Mapping[str, object]
@@ -146,16 +148,21 @@ def _host_arms(model: OpenModel) -> list[Arm]:
     half_pinned = HostFaults(refuse_one_allocation=True, refuse_after_bytes=sizes.copy_bytes(0.7))  # whole layers
     budget_gib = sizes.copy_bytes(0.5) / 2**30
     swapping = {**some, "adapt_every": 1, "adapt_swaps": 2}
-    # A third of the copy in each of page-locked RAM, pageable RAM and the file; few buffers, so that each is used again.
+    # A third of the copy in each of page-locked RAM, pageable RAM and the file; two buffers, so each is used again.
     tiers = {**slots, **some, "resident_budget_gib": sizes.copy_bytes(0.67) / 2**30, "stager_ring": 2}
     tiers["complement_pin_gib"] = sizes.copy_bytes(0.33) / 2**30
     every_tier = ("hits", "misses_pinned", "misses_pageable", "misses_file", "file_bytes")
     return [
         Arm(FAST, {"expert_cache": total, "resident_experts": True}, ("hits",), plays="edges"),
         Arm(ALL_TIERS, tiers, (*every_tier, "ring_loads"), plays="edges"),
-        Arm(SMALL_WINDOWS, tiers, every_tier, plays="edges", reading=_small_windows()),
+        Arm(SMALL_WINDOWS, tiers, every_tier, plays="tails", reading=_small_windows()),
         *(
-            Arm(f"all tiers, chunks of {rows:,}", {**tiers, "prefill": Prefill(rows, is_auto=False)}, every_tier, plays="chunks")
+            Arm(
+                f"all tiers, chunks of {rows:,}",
+                {**tiers, "prefill": Prefill(rows, is_auto=False)},
+                every_tier,
+                plays="chunks",
+            )
             for rows in _other_chunks()
         ),
         Arm("CPU only", {"expert_cache": 0, "arena_pin_gib": "none"}, ("misses_pageable", "hits = 0")),
@@ -166,7 +173,9 @@ def _host_arms(model: OpenModel) -> list[Arm]:
             ("hits", "misses_pinned", "ring_loads"),
         ),
         Arm("slots: 50 %", {**slots, "expert_cache": total // 2, **ring}, ("hits", "misses_pinned", "ring_loads")),
-        Arm("arena, path 1", {**slots, **some, **long}, (PATH_1, "hits", "misses_pinned", "direct_bytes", "ring_loads")),
+        Arm(
+            "arena, path 1", {**slots, **some, **long}, (PATH_1, "hits", "misses_pinned", "direct_bytes", "ring_loads")
+        ),
         Arm(
             "arena, path 2",
             {**slots, **some},
@@ -228,7 +237,9 @@ def _host_arms(model: OpenModel) -> list[Arm]:
             {**swapping, **tiers, "adapt_every": 1},
             ("swaps", "swaps_pinned", "swaps_pageable", "swaps_file", "hits", "misses_file"),
         ),
-        Arm("swaps, mapped file", {**swapping, "mmap_experts": True}, ("swaps", "swaps_mapped", "hits", "misses_mapped")),
+        Arm(
+            "swaps, mapped file", {**swapping, "mmap_experts": True}, ("swaps", "swaps_mapped", "hits", "misses_mapped")
+        ),
         Arm(
             "swaps, half pinned, late copies",
             {**some, "resident_experts": True, "adapt_every": 1, "adapt_swaps": 2},
@@ -296,8 +307,8 @@ def demo_arms(model: OpenModel, prompt_rows: int, *, on_card: bool = False) -> l
     ]
 
 
-# Faults that a card cannot be given: what its rounds read from a file is compared anew each time, its prompts are windows
-# that stage nothing, and only the host's dispatcher sums and counts rows in Python.
+# Faults that a card cannot be given: what its rounds read from a file is compared anew each time, its prompts are
+# windows that stage nothing, and only the host's dispatcher sums and counts rows in Python.
 ORDER, DROPPED, ULP = "sums in another order in long chunks", "a row of a window dropped", "scales one ulp off"
 HOST_ALONE = (f"one bit flipped in {Tier.FILE.name}", "a staging buffer reused early", ORDER, DROPPED, ULP)
 
@@ -357,7 +368,9 @@ def _host_self_tests(model: OpenModel) -> list[SelfTest]:
         SelfTest("a staging buffer reused early", arms[LATE], lambda: FaultInjection(reuse_buffer_early=True)),
         SelfTest(ORDER, arms[LONG_CHUNKS], lambda: FaultInjection(reorder_sums_above=CHUNK)),
         SelfTest(DROPPED, arms["CPU only"], lambda: FaultInjection(drop_row_in=window)),
-        SelfTest(ULP, dataclasses.replace(arms[ALL_TIERS], plays="classes"), lambda: FaultInjection(nudge_scales_of=met)),
+        SelfTest(
+            ULP, dataclasses.replace(arms[ALL_TIERS], plays="classes"), lambda: FaultInjection(nudge_scales_of=met)
+        ),
         SelfTest("another id from the greedy path", arms["slots: 50 %"], lambda: FaultInjection(wrong_greedy_id=True)),
     ]
     return tests
@@ -465,6 +478,12 @@ def _holds(condition: str, counters: Mapping[str, int]) -> bool:
     return 0 < counters[name] < bound if operator == "<" else counters[name] == bound
 
 
+def script_of(plan: LengthPlan, arm: Arm) -> Script:
+    """What an arm reads of a plan."""
+    chunk = arm.options.get("prefill")
+    return plan.script_of(arm.plays, long_chunks=isinstance(chunk, Prefill) and chunk.rows > CHUNK)
+
+
 def run_arms(
     model: OpenModel,
     requested: Requested,
@@ -477,12 +496,10 @@ def run_arms(
     if not arms:
         return
     reference: Transcript | None = None
-    every = Script.union(plan.script_of(arm.plays) for arm in arms)
+    every = Script.union(script_of(plan, arm) for arm in arms)
     for arm in arms:
         tell = (lambda what, name=arm.name: on_progress(name, what)) if on_progress else None
-        script = every if reference is None else plan.script_of(arm.plays)
-        result = run_arm(
-            model, requested, arm, script, reference=reference, longest=every.longest, on_progress=tell
-        )
+        script = every if reference is None else script_of(plan, arm)
+        result = run_arm(model, requested, arm, script, reference=reference, longest=every.longest, on_progress=tell)
         yield result
         reference = reference or result.transcript

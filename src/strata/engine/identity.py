@@ -1,8 +1,8 @@
 """Proof of promise 1: the same prompts through differently placed experts give the same bytes.
 
 Lives in ``engine`` because it drives sessions; which placements exist and how a fault is planted is the arms'
-business (``arms.py``), which prompts are read ``prompt_lengths.py``'s. It hashes the logits of EVERY generated position,
-so one bit anywhere is seen, and lets the engine answer by itself once, which finds its tokens another way.
+business (``arms.py``), which prompts are read ``prompt_lengths.py``'s. It hashes the logits of EVERY generated
+position, so one bit anywhere is seen, and lets the engine answer by itself once, which finds its tokens another way.
 
 An arm whose mechanism did not occur in its run is an error, never 'identical': a table of equal hashes in which
 nothing was streamed proves nothing about streaming.
@@ -109,8 +109,8 @@ class Transcript:
 @dataclass(frozen=True)
 class ArmResult:
     """One row of the table. ``missing`` names mechanisms that never occurred; ``difference`` says where bytes differ;
-    ``found`` how a planted fault showed itself, which is the good end of a self-test; ``mode`` is the RAM mode and ``seen``
-    what experts did in it."""
+    ``found`` how a planted fault showed itself, which is the good end of a self-test; ``mode`` is the RAM mode and
+    ``seen`` what experts did in it."""
 
     name: str
     transcript: Transcript | None

@@ -7,6 +7,7 @@ each comes from a size that the code itself uses.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -23,8 +24,9 @@ CHUNK = 512  # rows of the prompt chunks of an arm, unless it is there for longe
 LONG_CHUNK = 2 * CHUNK
 FEW, MANY = 8, 64  # tokens decoded after most prompts and after two
 
-Plays = Literal["classes", "edges", "chunks"]
-"""One length of each of the dispatcher's classes, every edge of a block, or what longer chunks change."""
+Plays = Literal["classes", "edges", "tails", "chunks"]
+"""One length of each of the dispatcher's classes, every edge of a block, those behind a block, or what longer chunks
+change."""
 
 
 def block_sizes(*, on_card: bool = False) -> tuple[int, ...]:
@@ -46,21 +48,24 @@ def classes_of_rows(*, on_card: bool = False) -> tuple[range, ...]:
     """Row counts that take the same path everywhere, rising, up to more than a chunk."""
     starts = [1, *(n for block in block_sizes(on_card=on_card) for n in (block, block + 1)), LONG_CHUNK + 1]
     starts = sorted(set(starts))
-    return tuple(range(first, stop) for first, stop in zip(starts, starts[1:], strict=False))
+    return tuple(range(first, stop) for first, stop in itertools.pairwise(starts))
 
 
 @dataclass(frozen=True)
 class LengthPlan:
-    """What arms read. ``whole``: every arm all of it."""
+    """What arms read. ``whole``: every arm every edge, and those of longer chunks where its chunks are longer."""
 
     classes: tuple[int, ...]
     edges: tuple[int, ...]
+    tails: tuple[int, ...]
     chunks: tuple[int, ...]
     script: Script  # tokens and windows of every arm
     whole: bool = False
 
     @classmethod
-    def of_kernels(cls, positions: int, tokens: int | None, *, on_card: bool = False, whole: bool = False) -> LengthPlan:
+    def of_kernels(
+        cls, positions: int, tokens: int | None, *, on_card: bool = False, whole: bool = False
+    ) -> LengthPlan:
         """``tokens`` None: a few after most prompts and many after two. ``positions``: what the context holds; longer
         prompts are cut to it. Raises ``ConfigError`` where nothing fits."""
         most = tokens or MANY
@@ -68,27 +73,28 @@ class LengthPlan:
         if room < 1:
             raise ConfigError(f"{most} tokens do not fit a context of {positions:,}", "give fewer --tokens")
         blocks = block_sizes(on_card=on_card)
-        tails = row_blocks()
-        one_each = (1, tails["kPackRows"] + PAST, tails["kBlockRows"] + 1, LOOK_AHEAD_ROWS + 1)
+        of_rows = row_blocks()
+        one_each = (1, of_rows["kPackRows"] + PAST, of_rows["kBlockRows"] + 1, LOOK_AHEAD_ROWS + 1)
         many_after = one_each[1:3]
         script = Script((), most, few_tokens=None if tokens else FEW, long_after=_cut(many_after, room))
         at_edges = _cut((*one_each, *edges(blocks)), room)
+        tails = _cut((n for block in blocks for n in (block + 1, block + PAST)), room)
         longer = _cut((CHUNK + 1, CHUNK + PAST, *edges((LONG_CHUNK,))), room)
-        return cls(_cut(one_each, room), at_edges, longer, script, whole)
+        return cls(_cut(one_each, room), at_edges, tails, longer, script, whole)
 
     @classmethod
     def fixed(cls, script: Script) -> LengthPlan:
         """Every arm reads the script's prompts."""
         lengths = script.prompt_lengths
-        return cls(lengths, lengths, lengths, script)
+        return cls(lengths, lengths, lengths, lengths, script)
 
-    def script_of(self, plays: Plays) -> Script:
-        """What an arm that ``plays`` these lengths reads."""
+    def script_of(self, plays: Plays, *, long_chunks: bool = False) -> Script:
+        """What an arm that ``plays`` these lengths reads. ``long_chunks``: its chunks are longer than ``CHUNK``."""
         if self.script.prompt_lengths:
             return self.script
-        lengths = {"classes": self.classes, "edges": self.edges, "chunks": self.chunks}[plays]
+        lengths = {"classes": self.classes, "edges": self.edges, "tails": self.tails, "chunks": self.chunks}[plays]
         if self.whole:
-            lengths = tuple(sorted({*self.classes, *self.edges, *self.chunks}))
+            lengths = tuple(sorted({*self.classes, *self.edges, *(self.chunks if long_chunks else ())}))
         return dataclasses.replace(self.script, prompt_lengths=lengths)
 
 

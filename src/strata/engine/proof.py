@@ -1,8 +1,8 @@
 """What ``strata verify`` and ``strata demo`` ask of the engine: arms and self-tests by name, results as plain rows.
 
-Lives in ``engine`` so that the command line sees no model and no tensor. Two models are verified: the one asked for, and
-a small computed one whose matrices are as wide as a released model's, since kernels that are right at one width may be
-wrong at another.
+Lives in ``engine`` so that the command line sees no model and no tensor. Two models are verified: the one asked for,
+and a small computed one whose matrices are as wide as a released model's, since kernels that are right at one width
+may be wrong at another.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def _positions(model: OpenModel, requested: Requested) -> int:
 
 
 class Proof:
-    """Open models and what is played on them. The results are iterators: a row is there as soon as its arm has ended."""
+    """Open models and what is played on them. Results are iterators: a row is there as soon as its arm has ended."""
 
-    def __init__(self, model: OpenModel, requested: Requested, script: Script) -> None:
-        """Every arm of one model plays ``script``."""
-        self._take(_Subject(model, requested, LengthPlan.fixed(script)))
-
-    def _take(self, subject: _Subject, wide: _Subject | None = None) -> None:
-        self._model, self._requested = subject.model, subject.requested
-        self._subjects = [subject] if wide is None else [subject, wide]
+    def __init__(
+        self, model: OpenModel, requested: Requested, plays: Script | LengthPlan, wide: _Subject | None = None
+    ) -> None:
+        """``plays``: a script is every arm's. ``wide``: the second model."""
+        self._model, self._requested = model, requested
+        first = _Subject(model, requested, LengthPlan.fixed(plays) if isinstance(plays, Script) else plays)
+        self._subjects = [first] if wide is None else [first, wide]
 
     @classmethod
     @contextlib.contextmanager
@@ -92,23 +92,20 @@ class Proof:
                 _check_lengths(prompt_lengths, tokens or MANY, positions)
                 return LengthPlan.fixed(Script(tuple(prompt_lengths), tokens or MANY))
 
-            subject = _Subject(model, requested, plan(model, requested))
             second = None
             if wide:
                 computed = owned.enter_context(open_wide())
                 asked = dataclasses.replace(requested, model=None, max_context="auto")
                 usual = () if full else placements.WIDE
                 second = _Subject(computed, asked, plan(computed, asked), WIDE, usual)
-            proof = cls.__new__(cls)
-            proof._take(subject, second)
-            yield proof
+            yield cls(model, requested, plan(model, requested), second)
 
     @property
     def prompt_lengths(self) -> tuple[int, ...]:
         """Of all prompts that any arm of the model asked for plays."""
         subject = self._subjects[0]
         arms = self._every(subject)
-        return Script.union(subject.plan.script_of(arm.plays) for arm in arms).prompt_lengths
+        return Script.union(placements.script_of(subject.plan, arm) for arm in arms).prompt_lengths
 
     @property
     def on_card(self) -> bool:
@@ -178,16 +175,14 @@ class Proof:
         plan = self._subjects[0].plan
         tests = placements.self_tests(self._model, on_card=on_card)
         first = placements.all_arms(self._model, on_card=on_card)[0]
-        every = Script.union(plan.script_of(test.arm.plays) for test in tests)
+        every = Script.union(placements.script_of(plan, test.arm) for test in tests)
         base = placements.run_arm(self._model, self._requested, first, every, reference=None)
         reference = base.transcript
         assert reference is not None, "the reference's error is raised"
         for test in tests:
-            yield self._plant(test, plan.script_of(test.arm.plays), reference, every.longest)
+            yield self._plant(test, placements.script_of(plan, test.arm), reference, every.longest)
 
-    def _plant(
-        self, test: placements.SelfTest, script: Script, reference: Transcript, longest: int
-    ) -> ArmResult:
+    def _plant(self, test: placements.SelfTest, script: Script, reference: Transcript, longest: int) -> ArmResult:
         injection = test.injection()
         result = placements.run_arm(
             self._model, self._requested, test.arm, script, reference=reference, longest=longest, injection=injection

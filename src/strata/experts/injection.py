@@ -46,9 +46,7 @@ class Witness:
     def before_compute(self, tier: Tier, address: int) -> None:
         """Called with an expert that is about to be computed from ``address``."""
 
-    def before_sum(
-        self, parts: torch.Tensor, weights_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def before_sum(self, parts: torch.Tensor, weights_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Called with the results of each (row, k), [T * K, H], and their weights, before they are summed in order."""
         return parts, weights_TK
 
@@ -103,9 +101,7 @@ class FaultInjection(Witness):
             self._flip(tier, address)
             self._tell(f"one bit of an expert in {tier.name} was flipped")
 
-    def before_sum(
-        self, parts: torch.Tensor, weights_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def before_sum(self, parts: torch.Tensor, weights_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows, picks = weights_TK.shape
         if self.reorder_sums_above and rows > self.reorder_sums_above:
             self._tell(f"experts were summed in another order in a call of {rows:,} rows")

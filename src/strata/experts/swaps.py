@@ -36,9 +36,7 @@ class _Running:
 class SwapEngine:
     """Owns the spare slots. ``start`` between rounds, ``advance`` between rounds; one thread."""
 
-    def __init__(
-        self, store: ExpertStore, mover: Mover, spares: list[int], injection: Witness | None = None
-    ) -> None:
+    def __init__(self, store: ExpertStore, mover: Mover, spares: list[int], injection: Witness | None = None) -> None:
         self._store, self._mover, self._injection = store, mover, injection
         self._running: list[_Running] = []
         self.spares = spares
