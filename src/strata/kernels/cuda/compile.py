@@ -33,7 +33,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-FOLDERS = (Path(__file__).resolve().parent, Path(__file__).resolve().parents[2] / "quant")  # sources in the first
+_HERE = Path(__file__).resolve().parent
+FOLDERS = (_HERE, _HERE / "prompt", _HERE.parents[1] / "quant")  # of sources and headers; the first one with a name
 ARCHITECTURES = (75, 86, 89, 90, 120)  # those that the tests compile for
 OPTIONS = ("--std=c++17", "--fmad=false")
 MAGIC = b"strata cubin 1\n"
@@ -52,7 +53,8 @@ class KernelSource:
     @classmethod
     def read(cls, name: str) -> KernelSource:
         """``name`` is 'rows' for rows.cu. Raises ``EngineError`` for a file that is not there."""
-        path = FOLDERS[0] / f"{name}.cu"
+        paths = [folder / f"{name}.cu" for folder in FOLDERS]
+        path = next((path for path in paths if path.is_file()), paths[0])
         try:
             text = path.read_bytes()
         except OSError as error:
@@ -92,7 +94,7 @@ class Compiled:
 
 def list_kernels() -> list[str]:
     """Names of all kernel files."""
-    return sorted(path.stem for path in FOLDERS[0].glob("*.cu"))
+    return sorted(path.stem for folder in FOLDERS for path in folder.glob("*.cu"))
 
 
 def compile_kernels(
