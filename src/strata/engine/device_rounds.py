@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from strata.engine.device_prompt import ChunkReader, DevicePrompt
 from strata.engine.hand_over import HandedOver
 from strata.engine.mailbox_check import PROBE_LIMIT_MS, MailboxCheck, check_mailbox, probe_launches
 from strata.errors import EngineError
@@ -32,6 +33,7 @@ from strata.kernels.cuda.program import (
     RoundInputs,
     Runnable,
 )
+from strata.kernels.cuda.prompt.frame import SHORT_ROWS
 from strata.kvcache.device_state import DeviceState
 from strata.stages import Stages
 
@@ -90,8 +92,9 @@ class DeviceRounds:
         *,
         by_hand: bool = False,
         stages: Stages | None = None,
+        chunk_rows: int | None = None,
     ) -> None:
-        """``by_hand``: the host hands each layer's CPU part over, without asking whether the mailbox works.
+        """``chunk_rows``: of a prompt's chunks; None: prompts run as windows alone. ``by_hand``: the host hands each layer's CPU part over, without asking whether the mailbox works.
         ``stages`` of the load that these are a part of."""
         config, device = model.config, machine.device
         self._model, self._experts, self._layout, self._machine = model, experts, layout, machine
@@ -121,6 +124,10 @@ class DeviceRounds:
             )  # fmt: skip
             owned.callback(self.dispatch.close)
             self._exchanges = len(self.dispatch.tables.where)  # of a round at most: numbers are never used twice
+            self.reader: DevicePrompt | None = None
+            if chunk_rows is not None:
+                scales = self.dispatch.tables.scales
+                self.reader = DevicePrompt(model, experts, layout, machine, backend, self.state, scales, chunk_rows)
             self._owned.push(owned.pop_all())
         self.limit_ms = FILE_ROUND_LIMIT_MS if self.dispatch.reads_files else ROUND_LIMIT_MS
         if self.dispatch.reads_files:
@@ -150,6 +157,20 @@ class DeviceRounds:
         self._settle()
         self._current = DeviceSequence(self)
         return self._current
+
+    @contextmanager
+    def reading(self, ids: Sequence[int]) -> Iterator[ChunkReader | None]:
+        """What reads a prompt of these rows in chunks; None where it runs as windows: it is short, or there is none."""
+        if self.reader is None or len(ids) <= SHORT_ROWS:
+            yield None
+            return
+        if self.state.accepted:
+            self.run(ids[:1], "none")  # which folds them; its own row is forgotten
+            self.state.commit(0)
+        self._settle()
+        with self.reader.reading(len(ids)) as reader:
+            yield reader
+        self._settle()
 
     def pretend(self, length: int) -> None:
         """Fills the state as ``SequenceState.pretend`` says."""
@@ -263,7 +284,7 @@ class DeviceRounds:
         self._rounds.clear()
         self._owned.close()
         # All that holds tensors on the card, or memory that is not there any more.
-        del self.state, self.dispatch, self._model, self._experts, self._mailbox, self._logits_WV
+        del self.state, self.dispatch, self._model, self._experts, self._mailbox, self._logits_WV, self.reader
         del self._words, self._ticket_word, self._inputs, self._memory, self._buffers
 
     def _take_pinned(self, nbytes: int) -> tuple[int, int]:
@@ -359,11 +380,23 @@ class DeviceSequence:
         self.alive = True
         self._rounds = rounds
         self._before_last = 0
+        self._reader: ChunkReader | None = None
+
+    @contextmanager
+    def prompt(self, ids: Sequence[int]) -> Iterator[None]:
+        self._check()
+        with self._rounds.reading(ids) as self._reader:
+            try:
+                yield
+            finally:
+                self._reader = None
 
     def forward(
         self, ids: Sequence[int], logits: LogitRows, cancellation: Cancellation | None, *, certain: bool
     ) -> torch.Tensor | None:
         self._check()
+        if self._reader is not None and certain:
+            return self._reader.read(ids, logits, cancellation)
         rounds, found = self._rounds, None
         windows = list(_windows(len(ids)))
         if len(windows) > 1 and not certain:
@@ -389,7 +422,9 @@ class DeviceSequence:
         return self._rounds.best_ids(len(ids))
 
     def commit(self, num_rows: int) -> None:
-        """Of a prompt, rows before the last window are committed already."""
+        """Of a prompt in windows, rows before the last one are committed already, of one in chunks all."""
+        if self._reader is not None:
+            return
         self._rounds.state.commit(num_rows - self._before_last)
         self._before_last = 0
 

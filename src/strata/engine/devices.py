@@ -33,6 +33,7 @@ __all__ = [
     "card_room",
     "choose_card",
     "give_back_tensors",
+    "has_tensor_cores",
     "hold_to_plan",
     "named_refusals",
     "open_device",
@@ -115,6 +116,14 @@ def hold_to_plan(device: RoundDevice, plan: ResolvedPlan) -> Callable[[], None]:
     planned = plan.vram_bytes - slots - plan.vram["reserve"]
     with named_refusals(device, "the dense weights, state and buffers"):
         return device.backend.share_with_torch(planned, plan.device.free_bytes - slots).release
+
+
+def has_tensor_cores(device: RoundDevice) -> bool:
+    """Whether a card, or its emulation, reads prompts in chunks."""
+    from strata.kernels.cuda.cuda_device import CudaDevice
+    from strata.kernels.cuda.prompt.frame import TENSOR_ARCHITECTURE
+
+    return not isinstance(device, CudaDevice) or device.card.architecture >= TENSOR_ARCHITECTURE
 
 
 @contextmanager

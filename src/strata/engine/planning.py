@@ -12,9 +12,10 @@ from strata.config import BY_NAME, Requested
 from strata.engine.rates import kept_rates
 from strata.errors import ConfigError, MemoryPlanError
 from strata.kernels.cuda.program import MAX_WINDOW
+from strata.kernels.cuda.prompt.frame import EDGE_ROWS, FRAME_ROWS
 from strata.memory.planner import GIB, MIB
 from strata.memory.probe import Machine
-from strata.memory.requests import DeviceRoom, MemoryRequest, PinRequest, pin_arena, pin_complement
+from strata.memory.requests import DeviceRoom, MemoryRequest, ModelShape, PinRequest, pin_arena, pin_complement
 
 __all__ = [
     "choose_chunk_rows",
@@ -22,11 +23,13 @@ __all__ = [
     "device_room",
     "headroom_bytes",
     "memory_request",
+    "request_of_card",
     "request_of_windows",
 ]
 
 CPU_CHUNK_ROWS = 512  # on the CPU a larger chunk saves no copies: experts are computed where they lie
 HEADROOM_DIVISOR = 4  # free RAM that nobody asked to keep is at most this part of what may be taken
+CHUNK_SHARE = 8  # of a card's room that the rows of an 'auto' chunk may take: the rest caches experts
 AUTO_CONTEXT = 8192  # what 'auto' takes of a longer model: KV for more is planned only when asked for
 
 
@@ -109,8 +112,19 @@ def memory_request(requested: Requested, machine: Machine, max_context: int, chu
 
 
 def request_of_windows(request: MemoryRequest) -> MemoryRequest:
-    """For a card, on which a prompt runs as decode windows: no ring, and the buffers of recorded rounds."""
+    """For a card on which prompts run as decode windows: no ring, and the buffers of recorded rounds."""
     return replace(request, pass_rows=MAX_WINDOW, ring_slots=0, as_windows=True)
+
+
+def request_of_card(request: MemoryRequest, requested: Requested, shape: ModelShape, room: DeviceRoom) -> MemoryRequest:
+    """For a card on which prompts run in chunks. 'auto' takes as many rows as its bound allows and an eighth of the
+    room holds: no row's bits depend on it."""
+    rows = requested.prefill.rows
+    if requested.prefill.is_auto and room.free_bytes is not None:
+        rows = min(rows, -(-request.max_context // EDGE_ROWS) * EDGE_ROWS)
+        while rows > FRAME_ROWS and rows * shape.chunk_bytes_per_row > room.free_bytes // CHUNK_SHARE:
+            rows = max(FRAME_ROWS, rows // 2 // EDGE_ROWS * EDGE_ROWS)
+    return replace(request, chunk_rows=rows, pass_rows=MAX_WINDOW, as_windows=True, in_chunks=True)
 
 
 def pin_request(requested: Requested, rule: PinRequest) -> PinRequest:

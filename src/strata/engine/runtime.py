@@ -21,6 +21,7 @@ from strata.engine.devices import (
     card_room,
     choose_card,
     give_back_tensors,
+    has_tensor_cores,
     named_refusals,
     open_device,
 )
@@ -33,6 +34,7 @@ from strata.engine.planning import (
     choose_context,
     device_room,
     memory_request,
+    request_of_card,
     request_of_windows,
 )
 from strata.engine.sequence import HostSequence, TokenSequence
@@ -96,7 +98,10 @@ def make_plan(
     request = memory_request(requested, machine, context, chunk)
     if device is None:
         return planner.plan(shape, request, device_room(requested))
-    return planner.plan(shape, request_of_windows(request), card_room(requested, machine, device))
+    room = card_room(requested, machine, device)
+    if not has_tensor_cores(device):
+        return planner.plan(shape, request_of_windows(request), room)
+    return planner.plan(shape, request_of_card(request, requested, shape, room), room)
 
 
 def probe(requested: Requested) -> Machine:
@@ -269,6 +274,7 @@ class Runtime:
             rounds = DeviceRounds(
                 model, experts, layout, device.machine, device.backend, context, kv_format(requested),
                 by_hand=requested.mailbox == "off", stages=stages,
+                chunk_rows=plan.request.chunk_rows if plan.request.in_chunks else None,
             )  # fmt: skip
         try:
             rounds.prepare()

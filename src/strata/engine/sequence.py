@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from strata.engine.cancellation import CancellableExperts, Cancellation
@@ -42,6 +43,9 @@ class TokenSequence(Protocol):
         """A window as ``forward`` runs it, without logits: of each row the lowest id among the largest; -1 where a
         logit is NaN or the largest is not finite."""
 
+    def prompt(self, ids: Sequence[int]) -> AbstractContextManager[None]:
+        """Inside, ``forward`` is given these rows, chunk after chunk, all of them certain."""
+
     def commit(self, num_rows: int) -> None:
         """Accepts the first ``num_rows`` recorded rows and forgets the others."""
 
@@ -73,6 +77,9 @@ class HostSequence:
         assert logits_TV is not None
         best = self._ops.argmax(logits_TV)
         return [id_ if id_ >= 0 and math.isfinite(logits_TV[row, id_]) else -1 for row, id_ in enumerate(best)]
+
+    def prompt(self, ids: Sequence[int]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def commit(self, num_rows: int) -> None:
         self._state.commit(num_rows)

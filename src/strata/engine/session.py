@@ -128,13 +128,14 @@ class Session:
         end = start + len(ids)
         logits_TV: torch.Tensor | None = None
         try:
-            for first, stop in chunk_bounds(start, end, self._runtime.chunk_rows):
-                chunk = ids[first - start : stop - start]
-                logits_TV = self._forward(chunk, "last" if stop == end else "none", cancellation, certain=True)
-                self.commit(len(chunk))
-                self._chunks += 1
-                if on_progress:
-                    on_progress(stop - start, len(ids))
+            with self._sequence.prompt(ids):
+                for first, stop in chunk_bounds(start, end, self._runtime.chunk_rows):
+                    chunk = ids[first - start : stop - start]
+                    logits_TV = self._forward(chunk, "last" if stop == end else "none", cancellation, certain=True)
+                    self.commit(len(chunk))
+                    self._chunks += 1
+                    if on_progress:
+                        on_progress(stop - start, len(ids))
         except BaseException:
             self.reset()
             raise

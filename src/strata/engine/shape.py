@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from strata.checkpoint.dense_writer import DenseFormats, plan_dense
 from strata.kernels.cuda.mailbox import mailbox_bytes
 from strata.kernels.cuda.program import MAX_WINDOW
+from strata.kernels.cuda.prompt.frame import FRAME_ROWS
 from strata.memory.requests import ModelShape
 from strata.models import find
 from strata.quant.layout import ExpertLayout
@@ -59,6 +60,8 @@ def _shape(
     whole = config.round_bytes(config.max_positions, MAX_WINDOW)
     span = min(config.max_positions, SPAN)
     per_token = -(-(whole - config.round_bytes(config.max_positions - span, MAX_WINDOW)) // span)
+    frame = config.frame_bytes(config.max_positions, FRAME_ROWS)
+    frame_per_token = -(-(frame - config.frame_bytes(config.max_positions - span, FRAME_ROWS)) // span)
     return ModelShape(
         name=name,
         num_layers=num_layers,
@@ -71,5 +74,8 @@ def _shape(
         kv_bytes_per_token=config.position_bytes(kv),
         round_bytes=max(1, whole - per_token * config.max_positions),
         round_bytes_per_token=per_token,
+        chunk_bytes_per_row=config.chunk_bytes(),
+        frame_bytes=max(1, frame - frame_per_token * config.max_positions) + 4 * dense_bytes // num_layers,
+        frame_bytes_per_token=frame_per_token,
         mailbox_bytes=mailbox_bytes(config.hidden, config.top_k, config.vocabulary) + config.gathered_bytes(MAX_WINDOW),
     )

@@ -205,6 +205,16 @@ class Mover:
         if move.error is not None:
             raise move.error
 
+    def enqueued(self, move: Move) -> DeviceEvent:
+        """Waits until the move's copy into device memory is enqueued; its event. Raises the named error of a read that
+        failed."""
+        while not self._advance(move, block=True, until=_State.COPYING):
+            self.pump(block=True)
+        if move.error is not None:
+            raise move.error
+        assert move.event is not None
+        return move.event
+
     def pump(self, *, block: bool = False) -> None:
         """Hands filled buffers to the device and empty ones to the stager. With ``block`` at least one step is made."""
         while self._staging and self._advance(self._staging[0], block=block, until=_State.COPYING):

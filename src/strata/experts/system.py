@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from strata.experts.card_stream import CardStream, ComputeOrder
 from strata.experts.device_dispatch import DeviceDispatch
 from strata.experts.dispatch import Dispatcher, ExpertKernel
 from strata.experts.injection import Witness
@@ -90,7 +91,7 @@ class ExpertSystem:
         spares = list(range(first_spare, first_spare + plan.num_spares))
         self.swaps = SwapEngine(store, mover, spares, injection)
         self._lender = SlotLender(store, mover)
-        self._ring: PromptRing | None = None
+        self._ring: PromptRing | CardStream | None = None
         self._ring_loads = self._ring_unused = 0
         self._rounds: dict[int, int] = {}  # round number -> the table version it reads
         self._num_rounds = 0
@@ -226,6 +227,19 @@ class ExpertSystem:
         self._owned.callback(region.free)
         return region.address, count
 
+    def open_stream(self, compute: ComputeOrder, num_chunks: int, num_layers: int, num_rows: int) -> CardStream:
+        """What streams a prompt of ``num_rows`` rows to a card, with slots borrowed or reserved for it, until
+        ``end_prompt``."""
+        assert self._ring is None, "one prompt is read at a time"
+        slots = self._take_ring(2 * self.store.num_experts) if self._ring_limit else []
+        self._ring = CardStream(self.store, self.mover, slots, compute, num_chunks, num_layers)
+        return self._ring
+
+    def learn(self, picks: torch.Tensor) -> None:
+        """Counts a prompt's picks, int32 [layers, experts] on the device, as those of rounds."""
+        assert self._device is not None
+        self._device.tables.counts.add_(picks)
+
     def begin_round(self) -> int:
         """Marks a round as running; its number, for ``end_round``."""
         self._num_rounds += 1
@@ -334,20 +348,22 @@ class ExpertSystem:
 
     def _open_ring(self, num_picks: int) -> PromptRing | None:
         """The ring of the running prompt, borrowed now if there is none; None where a prompt streams nothing."""
-        if self._ring is not None or not self._ring_limit:
-            return self._ring
+        if self._ring is None and self._ring_limit:
+            self._ring = PromptRing(self.mover, self._take_ring(2 * min(self.store.num_experts, num_picks)))
+        assert not isinstance(self._ring, CardStream), "a card streams by itself"
+        return self._ring
+
+    def _take_ring(self, most: int) -> list[int]:
+        """Addresses of slots for a prompt: borrowed, at most ``most``, or those that are reserved."""
         self.swaps.finish()
         slots = self.store.slots
-        if self.plan.ring_borrowed:
-            needed = min(self._ring_limit, 2 * min(self.store.num_experts, num_picks))
-            addresses = self._lender.lend(needed, keep=set(self.swaps.spares))
-            borrowed = count_of(len(addresses), "slot")
-            logger.info("the prompt borrows %s (%s)", borrowed, format_bytes(len(addresses) * slots.stride))
-        else:
+        if not self.plan.ring_borrowed:
             first = self.plan.num_slots + self.plan.num_spares
-            addresses = [slots.slot_address(slot) for slot in range(first, first + self._ring_limit)]
-        self._ring = PromptRing(self.mover, addresses)
-        return self._ring
+            return [slots.slot_address(slot) for slot in range(first, first + self._ring_limit)]
+        addresses = self._lender.lend(min(self._ring_limit, most), keep=set(self.swaps.spares))
+        borrowed = count_of(len(addresses), "slot")
+        logger.info("the prompt borrows %s (%s)", borrowed, format_bytes(len(addresses) * slots.stride))
+        return addresses
 
 
 def _count_bytes(

@@ -27,6 +27,7 @@ from strata.kernels.cuda.rotary import RecordedRotary
 from strata.kernels.ops import DeltaRows
 from strata.kvcache.attention_cache import AttentionCache, IndexCache
 from strata.kvcache.parts import GatherRows, RotaryTable
+from strata.kvcache.prompt_state import PromptParts, PromptTail
 from strata.kvcache.recurrent_state import ConvolutionTail
 from strata.kvcache.sequence_state import SequenceState
 
@@ -132,6 +133,33 @@ class DeviceState:
         self.length += accepted
         self.accepted = accepted
         self._recorded = 0
+
+    def begin_prompt(self) -> PromptParts:
+        """What the passes of a prompt read and write; no accepted row may wait to be folded, and no round may run until
+        ``end_prompt``."""
+        assert not self.accepted, "accepted rows are folded first"
+        state = self._state
+
+        def tail_of(tail: TailRecord) -> PromptTail:
+            return PromptTail(tail.rows_SRC[self.turn, : tail.stand_in_UC.shape[0]].clone())
+
+        return PromptParts(
+            state.attention,
+            {layer: delta.state_NDV for layer, delta in state.delta.items()},
+            {layer: tail_of(record.tail) for layer, record in self._deltas.items()},
+            {layer: ngram.history for layer, ngram in state.ngram.items()},
+            {layer: tail_of(tail) for layer, tail in self._ngram_tails.items()},
+        )
+
+    def advance(self, rows: int) -> None:
+        """A prompt's next rows are part of the sequence."""
+        self.length += rows
+
+    def end_prompt(self, parts: PromptParts) -> None:
+        """Rounds go on after the rows that ``advance`` told of."""
+        for layer, tail in (*parts.tails.items(), *parts.ngram_tails.items()):
+            record = self._deltas[layer].tail if parts.tails.get(layer) is tail else self._ngram_tails[layer]
+            record.rows_SRC[self.turn, : tail.rows_UC.shape[0]] = tail.rows_UC
 
     def pretend(self, length: int) -> None:
         """See ``SequenceState``; the card must be idle."""

@@ -12,7 +12,7 @@ import torch
 
 from strata.kvcache.parts import RotaryTable, StateParts
 
-__all__ = ["Rows", "take_rows"]
+__all__ = ["Rows", "take_rows", "wanted_rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,3 +37,11 @@ def take_rows(table: RotaryTable, ids: Sequence[int], state: StateParts, *, cert
     if state.sequences > 1:
         cos_TR, sin_TR = cos_TR.repeat(state.sequences, 1), sin_TR.repeat(state.sequences, 1)
     return Rows(ids, start, certain, rope, cos_TR, sin_TR)
+
+
+def wanted_rows(x: torch.Tensor, wanted: str | int) -> torch.Tensor:
+    """All rows, the last one, or that of a number, as a view."""
+    if wanted == "all":
+        return x
+    last = x.shape[0] - 1 if wanted == "last" else int(wanted)
+    return x[last : last + 1]

@@ -14,7 +14,7 @@ from strata.memory.requests import DeviceRoom, MemoryRequest, ModelShape, RamMod
 from strata.memory.stager_sizing import StagerSizing, size_stager
 from strata.words import count_of
 
-__all__ = ["GIB", "MIB", "PAGE", "ResolvedPlan", "expert_stride", "format_bytes", "plan", "whole_pages"]
+__all__ = ["GIB", "MIB", "PAGE", "ResolvedPlan", "expert_stride", "format_bytes", "plan", "prompt_bytes", "whole_pages"]
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -178,11 +178,19 @@ def _fixed_pools(shape: ModelShape, request: MemoryRequest) -> dict[str, int]:
     }
     if request.as_windows and shape.round_bytes:
         pools["round buffers"] = shape.round_bytes + shape.round_bytes_per_token * request.max_context
+        if request.in_chunks:
+            pools["prompt buffers"] = prompt_bytes(shape, min(request.chunk_rows, request.max_context), request.max_context)
     else:
         rows = min(request.pass_rows, request.max_context)
         pools["prompt buffers"] = rows * _buffer_row_bytes(shape)
         pools["expert results"] = rows * _result_row_bytes(shape)
     return pools | {"draft": shape.draft_bytes}
+
+
+def prompt_bytes(shape: ModelShape, chunk_rows: int, max_context: int) -> int:
+    """What a chunk of so many rows takes on a card beside the experts that stream."""
+    passes = shape.frame_bytes + shape.frame_bytes_per_token * max_context
+    return chunk_rows * shape.chunk_bytes_per_row + passes
 
 
 def _buffer_row_bytes(shape: ModelShape) -> int:

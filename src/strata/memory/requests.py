@@ -41,6 +41,9 @@ class ModelShape:
     prompt_bytes_per_row: int = 0  # buffers of a prompt pass for each of its rows; 0: sixteen FP32 hidden vectors
     round_bytes: int = 0  # recorded rounds of a card beside the state, at no position; 0: not known
     round_bytes_per_token: int = 0  # and for each position of the context
+    chunk_bytes_per_row: int = 0  # of a card's prompt chunk, for each of its rows
+    frame_bytes: int = 0  # of a card's prompt pass at no position
+    frame_bytes_per_token: int = 0  # and for each position of the context
     mailbox_bytes: int = 0  # page-locked RAM that a card's rounds share with the host
     draft_bytes: int = 0
     draft_layers: int = 0
@@ -111,7 +114,8 @@ class MemoryRequest:
     num_sequences: int = 1
     chunk_rows: int = 8192
     pass_rows: int = 8192
-    as_windows: bool = False  # prompts run as decode windows, recorded as rounds
+    as_windows: bool = False  # rounds are recorded, and prompts run as decode windows or, with ``in_chunks``, in chunks
+    in_chunks: bool = False  # on a card's tensor cores
     prefill_borrow: bool = True
     ring_slots: int | None = None  # STRATA_PREFILL_RING
     fused_kernels: bool = False

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from strata.checkpoint.weight_map import ExpertEntry, WeightEntry, WeightMap, WeightRole
 from strata.models.config_reader import MAX_EPS, MAX_LAYERS, MAX_THETA, ConfigReader
 from strata.models.expert_sources import expert_sources
-from strata.models.round_sizes import cut_values, expert_values
+from strata.models.round_sizes import chunk_expert_bytes, cut_values, expert_values
 
 if TYPE_CHECKING:
     from strata.kvcache.attention_cache import KvFormat
@@ -58,6 +58,14 @@ class Qwen3MoeConfig:
         row += expert_values(self.hidden, self.expert_intermediate, self.top_k)
         row += cut_values(self.heads, self.head_width, max_positions)
         return 4 * (window * row + max_positions * self.head_width)
+
+    def chunk_bytes(self) -> int:
+        return 16 * self.hidden + chunk_expert_bytes(self.hidden, self.expert_intermediate, self.top_k)
+
+    def frame_bytes(self, max_positions: int, rows: int) -> int:
+        q, kv = self.heads * self.head_width, self.kv_heads * self.head_width
+        row = 4 * (6 * self.hidden + 6 * q + 8 * kv + 3 * self.num_experts)
+        return rows * row + (max_positions + rows) * 8 * kv
 
     def gathered_bytes(self, window: int) -> int:
         return 0

@@ -20,7 +20,7 @@ from strata.kvcache.training_state import PassingCache, TrainingState
 from strata.layers.attention import Attention
 from strata.layers.moe import MixtureOfExperts
 from strata.layers.rope import RopeTable
-from strata.layers.rows import Rows, take_rows
+from strata.layers.rows import Rows, take_rows, wanted_rows
 from strata.models.weight_view import WeightView
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Qwen3Moe:
         ids: Sequence[int],
         state: StateParts,
         experts: ExpertExecutor,
-        logits: LogitRows = "all",
+        logits: LogitRows | int = "all",
         *,
         certain: bool = False,
     ) -> torch.Tensor | None:
@@ -90,7 +90,7 @@ class Qwen3Moe:
             x_TH = block.forward(ops, x_TH, rows, state.attention[layer], experts)
         if logits == "none":
             return None
-        x_TH = x_TH if logits == "all" else x_TH[-1:]
+        x_TH = wanted_rows(x_TH, logits)
         return ops.linear(ops.rms_norm(x_TH, self._norm_H, self.config.eps), self._head)
 
 

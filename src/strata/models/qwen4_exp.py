@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from strata.models.config_reader import MAX_EPS, MAX_LAYERS, MAX_THETA, ConfigReader
 from strata.models.qwen4_exp_weights import weight_map
-from strata.models.round_sizes import cut_values, expert_values
+from strata.models.round_sizes import chunk_expert_bytes, cut_values, expert_values
 
 if TYPE_CHECKING:
     from strata.kvcache.attention_cache import KvFormat
@@ -131,6 +131,17 @@ class Qwen4ExpConfig:
             row += 4 * wide + self.ngram.width
             records += len(self.ngram.blocks) * 2 * (self.ngram.tail_rows + window) * wide
         return 4 * (window * row + records + max_positions * self.rotary)
+
+    def chunk_bytes(self) -> int:
+        held = 4 * (self.streams + 3) * self.hidden
+        return held + chunk_expert_bytes(self.hidden, self.expert_intermediate, self.top_k)
+
+    def frame_bytes(self, max_positions: int, rows: int) -> int:
+        q, kv, wide = self.heads * self.head_width, self.kv_heads * self.head_width, self.streams * self.hidden
+        delta = 6 * self.delta_channels + 4 * self.value_heads * self.value_width
+        row = 4 * (max(7 * wide, delta + 2 * wide, 10 * q + 2 * wide) + 6 * self.hidden + 3 * self.num_experts)
+        seen = 6 + 24 // self.index_block  # masks of positions, and scores of blocks
+        return rows * (row + max_positions * seen) + (max_positions + rows) * 8 * kv
 
     def gathered_bytes(self, window: int) -> int:
         return 0 if self.ngram is None else len(self.ngram.blocks) * window * self.ngram.width * 4

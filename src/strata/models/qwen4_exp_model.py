@@ -27,7 +27,7 @@ from strata.layers.indexer import Indexer
 from strata.layers.moe import MixtureOfExperts, SharedExpert
 from strata.layers.ngram import NgramEmbedding, TensorTable
 from strata.layers.rope import RopeTable
-from strata.layers.rows import Rows, take_rows
+from strata.layers.rows import Rows, take_rows, wanted_rows
 from strata.models.weight_view import WeightView, matrix_rows
 
 if TYPE_CHECKING:
@@ -125,14 +125,14 @@ class Qwen4Exp:
         ids: Sequence[int],
         state: StateParts,
         experts: ExpertExecutor,
-        logits: LogitRows = "all",
+        logits: LogitRows | int = "all",
         *,
         certain: bool = False,
     ) -> torch.Tensor | None:
         x_TSH = self.streams(ops, ids, state, experts, certain=certain)
         if logits == "none":
             return None
-        return self.head(ops, x_TSH if logits == "all" else x_TSH[-1:])
+        return self.head(ops, wanted_rows(x_TSH, logits))
 
     def streams(
         self, ops: Ops, ids: Sequence[int], state: StateParts, experts: ExpertExecutor, *, certain: bool = False
