@@ -42,3 +42,51 @@ def test_logits_are_near_those_of_transformers(pair: Pair, packs: dict[str, Path
         expected = pair.oracle(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
     found = transcript(packs["exact"], ids, 0, expert_cache=5)[0]
     assert float((found - expected).norm() / expected.norm()) < 0.02
+
+
+CHUNKS: list[dict[str, Any]] = [{"prefill": rows} for rows in (24, 32, 512)]
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "all in VRAM": {"expert_cache": 1000, "resident_experts": True},
+    "one slot": {"expert_cache": 1},
+    "a ring of three": {"expert_cache": 9, "prefill_ring": 3},
+    "nothing page-locked": {"expert_cache": 5, "arena_pin_gib": "none"},
+    "resident": {"expert_cache": 5, "resident_experts": True},
+    "ring reserved": {"expert_cache": 5, "prefill_borrow": False},
+    "mapped": {"expert_cache": 5, "mmap_experts": True},
+    "file": {"expert_cache": 5, "resident_budget_gib": 0.0001},
+    "no slots": {"expert_cache": 0},
+}
+
+
+@pytest.mark.slow
+def test_neither_chunks_nor_placement_change_a_bit(packs: dict[str, Path]) -> None:
+    ids = prompt(75)
+    expected = transcript(packs["default"], ids, expert_cache=7, adapt_every=0)
+    for options in (*CHUNKS, *PLACEMENTS.values()):
+        found = transcript(packs["default"], ids, **{"adapt_every": 0, "expert_cache": 7, **options})
+        assert torch.equal(found, expected), options
+
+
+@pytest.mark.slow
+def test_a_prompt_and_rounds_after_it_are_near_the_cpus(packs: dict[str, Path]) -> None:
+    """Another arithmetic, so near: codes of activations on the CPU, BF16 on the card."""
+    first, second = prompt(70), prompt(41, seed=9)
+
+    def conversation(session: Session) -> torch.Tensor:
+        found = [session.read_prompt(first)]
+        for token in (7, 8, 9):
+            found.append(session.round([token])[0].clone())
+            session.commit(1, decoded=True)
+        session.round([4, 5, 6])
+        session.commit(2)  # rows that wait to be folded when the next prompt comes
+        found.append(session.read_prompt(second))
+        found += list(session.round([1, 2]).clone())
+        return torch.stack(found)
+
+    with load(packs["exact"]) as engine:
+        expected = conversation(Session(engine._runtime))
+    for prefill in (512, 24):
+        with device_runtime(packs["exact"], expert_cache=5, prefill=prefill) as runtime:
+            found = conversation(Session(runtime))
+        error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+        assert float(error.max()) < 0.02, error

@@ -24,6 +24,7 @@ from strata.experts.dispatch import WINDOW_ROWS
 from strata.experts.injection import FaultInjection, Witness
 from strata.experts.tiers import Tier
 from strata.kernels.cpu.blocks import row_blocks
+from strata.kernels.cuda.prompt.frame import SHORT_ROWS
 from strata.kernels.host import HostFaults
 from strata.option_values import Prefill
 from strata.stats import difference
@@ -99,21 +100,21 @@ class _Sizes:
         return int(share * (self.total - self.quarter) * self.blob_bytes)
 
 
-# What a prompt streams; on a card prompts run as decode windows and stream nothing.
+# What a prompt streams; on a card short ones run as decode windows and stream nothing.
 STREAMING = ("prefill", "prefill_ring", "prefill_borrow")
 STREAMED = ("ring_loads", "ring_loads = 0", "direct_bytes", "staged_bytes")
 
 
-def all_arms(model: OpenModel, *, on_card: bool = False) -> list[Arm]:
+def all_arms(model: OpenModel, *, on_card: bool = False, streams: bool = True) -> list[Arm]:
     """Every placement that can be forced on this machine; the first is the one the others are compared with.
 
     ``on_card``: rounds run on a real card. What takes a device that misbehaves is forced by options there, or left
-    out, and so is what only a streamed prompt does.
+    out, and so is the CPU's share of a streamed prompt. ``streams``: a prompt there is long enough to be streamed.
     """
     arms = _host_arms(model)
     if not on_card:
         return arms
-    return [*(_card_arm(model, arm) for arm in arms if _fits_card(arm)), _by_hand(model)]
+    return [*(_card_arm(arm, streams=streams) for arm in arms if _fits_card(arm, streams=streams)), _by_hand(model)]
 
 
 def _by_hand(model: OpenModel) -> Arm:
@@ -122,19 +123,20 @@ def _by_hand(model: OpenModel) -> Arm:
     return Arm("handed over by the host", options, ("hits", "misses_pinned", "handed_over"))
 
 
-def _fits_card(arm: Arm) -> bool:
-    return "prefill_cpu_share" not in arm.options and arm.plays != "chunks" and arm.name not in ("ring reserved", LATE)
+def _fits_card(arm: Arm, *, streams: bool) -> bool:
+    only_streamed = arm.plays == "chunks" or arm.name == "ring reserved"
+    return "prefill_cpu_share" not in arm.options and arm.name != LATE and (streams or not only_streamed)
 
 
-def _card_arm(model: OpenModel, arm: Arm) -> Arm:
-    """The arm without streaming; refusals by options in place of a device's faults."""
-    options = {name: value for name, value in arm.options.items() if name not in STREAMING}
+def _card_arm(arm: Arm, *, streams: bool) -> Arm:
+    """The arm with refusals by options in place of a device's faults, and without what only streaming does."""
+    options = {name: value for name, value in arm.options.items() if streams or name not in STREAMING}
     if arm.faults.refuse_one_allocation and arm.faults.refuse_after_bytes is None:
         options["test_complement_refuse"] = True
     elif arm.faults.refuse_after_bytes is not None:
         options |= {"test_complement_refuse": True, "complement_pin_gib": arm.faults.refuse_after_bytes / 2**30}
-    must = tuple(condition for condition in arm.must if condition not in STREAMED)
-    if "file_bytes" in must:  # read by the CPU's worker inside the round
+    must = tuple(condition for condition in arm.must if streams or condition not in STREAMED)
+    if "file_bytes" in must and not streams:  # read by the CPU's worker inside the round
         must = tuple(condition for condition in must if condition != "file_bytes")
     return dataclasses.replace(arm, options=options, must=must, faults=SOUND)
 
@@ -299,16 +301,17 @@ DEMO = {
 
 def demo_arms(model: OpenModel, prompt_rows: int, *, on_card: bool = False) -> list[Arm]:
     """The placements of ``strata demo``. A prompt short enough to run as a decode window streams nothing."""
-    idle = STREAMED if prompt_rows <= WINDOW_ROWS else ()
+    streams = prompt_rows > (SHORT_ROWS if on_card else WINDOW_ROWS)
+    idle = () if streams else STREAMED
     return [
         dataclasses.replace(arm, name=DEMO[arm.name], must=tuple(name for name in arm.must if name not in idle))
-        for arm in all_arms(model, on_card=on_card)
+        for arm in all_arms(model, on_card=on_card, streams=streams)
         if arm.name in DEMO
     ]
 
 
-# Faults that a card cannot be given: what its rounds read from a file is compared anew each time, its prompts are
-# windows that stage nothing, and only the host's dispatcher sums and counts rows in Python.
+# Faults that a card is not given: what its rounds read from a file is compared anew each time, short prompts are windows
+# that stage nothing, and only the host's dispatcher sums and counts rows in Python.
 ORDER, DROPPED, ULP = "sums in another order in long chunks", "a row of a window dropped", "scales one ulp off"
 HOST_ALONE = (f"one bit flipped in {Tier.FILE.name}", "a staging buffer reused early", ORDER, DROPPED, ULP)
 
@@ -319,7 +322,7 @@ def self_tests(model: OpenModel, *, on_card: bool = False) -> list[SelfTest]:
     tests = _host_self_tests(model)
     if not on_card:
         return tests
-    arms = {arm.name: arm for arm in all_arms(model, on_card=True)}
+    arms = {arm.name: arm for arm in all_arms(model, on_card=True, streams=False)}
     planted = [dataclasses.replace(one, arm=arms[one.arm.name]) for one in tests if one.name not in HOST_ALONE]
     pinned = next(one for one in planted if one.arm.name == "arena, path 1")
     over_link = dataclasses.replace(pinned, name=f"{pinned.name}, link", arm=arms["PCIe share 1.0"])

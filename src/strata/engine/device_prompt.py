@@ -77,7 +77,9 @@ class DevicePrompt:
         """For a prompt of ``count`` more rows: slots are borrowed inside, and given back filled."""
         with ExitStack() as owned, torch.no_grad():
             first, stop = self._state.length, self._state.length + count
-            chunks = len({position // self._chunk_rows for position in (*range(first, stop, self._chunk_rows), stop - 1)})
+            chunks = len(
+                {position // self._chunk_rows for position in (*range(first, stop, self._chunk_rows), stop - 1)}
+            )
             stream = self._experts.open_stream(self._compute, chunks, self._model.config.num_layers, count)
             owned.callback(self._experts.end_prompt)
             owned.callback(self._compute.synchronize)  # before slots are filled again
@@ -147,9 +149,7 @@ class ChunkReader:
 
         with torch.no_grad():
             ops = prompt._new_ops(frame, self._weights)
-            return prompt._model.forward(
-                ops, ids, state, experts, "none" if wanted is None else wanted, certain=True
-            )
+            return prompt._model.forward(ops, ids, state, experts, "none" if wanted is None else wanted, certain=True)
 
     def _multiply(
         self, frames: Sequence[Frame], orders: Sequence[LayerOrder], brought: Sequence[_Brought]

@@ -16,6 +16,7 @@ from strata.engine.identity import Script
 from strata.errors import ConfigError
 from strata.experts.dispatch import LOOK_AHEAD_ROWS, WINDOW_ROWS
 from strata.kernels.cpu.blocks import row_blocks
+from strata.kernels.cuda.prompt.frame import FRAME_ROWS, SHORT_ROWS
 
 __all__ = ["CHUNK", "LONG_CHUNK", "LengthPlan", "Plays", "block_sizes", "classes_of_rows", "edges"]
 
@@ -35,7 +36,7 @@ def block_sizes(*, on_card: bool = False) -> tuple[int, ...]:
     if on_card:
         from strata.kernels.cuda.program import MAX_WINDOW
 
-        sizes.add(MAX_WINDOW)
+        sizes |= {MAX_WINDOW, SHORT_ROWS}
     return tuple(sorted(sizes))
 
 
@@ -61,6 +62,7 @@ class LengthPlan:
     chunks: tuple[int, ...]
     script: Script  # tokens and windows of every arm
     whole: bool = False
+    in_windows: int | None = None  # rows of a prompt that windows read as well as chunks; None: of any
 
     @classmethod
     def of_kernels(
@@ -78,9 +80,15 @@ class LengthPlan:
         many_after = one_each[1:3]
         script = Script((), most, few_tokens=None if tokens else FEW, long_after=_cut(many_after, room))
         at_edges = _cut((*one_each, *edges(blocks)), room)
-        tails = _cut((n for block in blocks for n in (block + 1, block + PAST)), room)
-        longer = _cut((CHUNK + 1, CHUNK + PAST, *edges((LONG_CHUNK,))), room)
-        return cls(_cut(one_each, room), at_edges, tails, longer, script, whole)
+        in_windows = SHORT_ROWS if on_card else None  # longer ones run on tensor cores
+        tails = _cut((n for block in blocks for n in (block + 1, block + PAST) if n <= (in_windows or n)), room)
+        longer = _cut((CHUNK + 1, CHUNK + PAST, *edges((LONG_CHUNK, FRAME_ROWS) if on_card else (LONG_CHUNK,))), room)
+        return cls(_cut(one_each, room), at_edges, tails, longer, script, whole, in_windows)
+
+    @property
+    def longest_usual(self) -> int:
+        """The longest prompt that every arm reads one like."""
+        return max(self.classes)
 
     @classmethod
     def fixed(cls, script: Script) -> LengthPlan:
@@ -95,6 +103,8 @@ class LengthPlan:
         lengths = {"classes": self.classes, "edges": self.edges, "tails": self.tails, "chunks": self.chunks}[plays]
         if self.whole:
             lengths = tuple(sorted({*self.classes, *self.edges, *(self.chunks if long_chunks else ())}))
+            if plays == "tails" and self.in_windows is not None:
+                lengths = tuple(length for length in lengths if length <= self.in_windows)
         return dataclasses.replace(self.script, prompt_lengths=lengths)
 
 

@@ -22,6 +22,7 @@ from strata.engine.prompt_lengths import MANY, LengthPlan
 from strata.engine.runtime import probe
 from strata.engine.synthetic_model import open_wide
 from strata.errors import ConfigError
+from strata.kernels.cuda.prompt.frame import SHORT_ROWS
 
 __all__ = ["Proof"]
 
@@ -126,7 +127,8 @@ class Proof:
         return [subject.prefix + arm.name for subject in self._subjects for arm in self._every(subject)]
 
     def _every(self, subject: _Subject) -> list[placements.Arm]:
-        return placements.all_arms(subject.model, on_card=self.on_card)
+        streams = not self.on_card or subject.plan.longest_usual > SHORT_ROWS
+        return placements.all_arms(subject.model, on_card=self.on_card, streams=streams)
 
     def _chosen(self, subject: _Subject, wanted: Sequence[str]) -> list[placements.Arm]:
         """All usual arms, or the reference and those whose names hold one of ``wanted``."""

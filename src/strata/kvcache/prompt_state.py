@@ -117,11 +117,11 @@ class _PassTail:
         self._tail, self._new = tail, new
 
     @property
-    def rows_UC(self) -> torch.Tensor:  # noqa: N802 - a shape
+    def rows_UC(self) -> torch.Tensor:
         return self._tail.rows_UC
 
     @rows_UC.setter
-    def rows_UC(self, rows_UC: torch.Tensor) -> None:  # noqa: N802 - a shape
+    def rows_UC(self, rows_UC: torch.Tensor) -> None:
         self._tail.rows_UC = rows_UC
 
     def record(self, x_TC: torch.Tensor, *, certain: bool) -> None:

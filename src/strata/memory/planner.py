@@ -23,6 +23,7 @@ MODES: tuple[RamMode, ...] = ("arena", "resident", "budget", "mapped")
 BLOB_ALIGNMENT = 64  # a cache line: a vector load never leaves a blob's own lines
 MAX_PAGE_PADDING = 1 / 64  # an expert is padded to whole pages while the padding is at most this share
 FEWEST_ROWS, ROWS_STEP = 256, 128  # of a prompt pass that a hint may name
+LEAST_RING = 64  # slots that a card's prompts stream through where no cache lends any
 TABLE_BYTES_PER_EXPERT = 64  # tier, address, alias, slot, generation, place, counts, three tensor scales
 
 
@@ -117,6 +118,9 @@ def expert_stride(blob_bytes: int) -> int:
 def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> ResolvedPlan:
     """The plan, or ``MemoryPlanError`` with the bytes short and the option that helps."""
     stride = expert_stride(shape.blob_bytes)
+    if request.in_chunks and request.expert_cache == 0:  # nothing to borrow, and prompts stream all the same
+        ring = min(LEAST_RING, 2 * shape.num_experts) if request.ring_slots is None else max(1, request.ring_slots)
+        request = replace(request, prefill_borrow=False, ring_slots=ring)
     fixed = _fixed_pools(shape, request)
     num_slots, num_spares, ring = _divide_device(shape, request, device, stride, sum(fixed.values()))
     borrowed = request.prefill_borrow or ring == 0
@@ -141,7 +145,7 @@ def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> Resol
         if ring < 2 * shape.num_experts:
             why = "the cache has no more to lend"
         messages.append(f"STRATA_PREFILL_RING: {request.ring_slots:,} slots asked, {ring:,} taken: {why}")
-    beside = _Beside(sum(ram.values()), staging, num_slots)
+    beside = _Beside(sum(ram.values()), staging, num_slots, num_slots > 0 or (ring > 0 and request.in_chunks))
     mode, reason, num_ram = _choose_mode(shape, request, stride, beside, lendable, messages)
     request = _pins_of_mode(request, mode)
     ram["staging"] = beside.of(mode, num_ram == shape.total_experts) - beside.fixed
@@ -179,7 +183,9 @@ def _fixed_pools(shape: ModelShape, request: MemoryRequest) -> dict[str, int]:
     if request.as_windows and shape.round_bytes:
         pools["round buffers"] = shape.round_bytes + shape.round_bytes_per_token * request.max_context
         if request.in_chunks:
-            pools["prompt buffers"] = prompt_bytes(shape, min(request.chunk_rows, request.max_context), request.max_context)
+            pools["prompt buffers"] = prompt_bytes(
+                shape, min(request.chunk_rows, request.max_context), request.max_context
+            )
     else:
         rows = min(request.pass_rows, request.max_context)
         pools["prompt buffers"] = rows * _buffer_row_bytes(shape)
@@ -307,15 +313,16 @@ def _gib_option(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class _Beside:
-    """RAM beside the experts: ``fixed`` in every mode, and ``staging`` where something is moved."""
+    """RAM beside the experts: ``fixed`` in every mode, and ``staging`` where something is moved (``moves``: to slots)."""
 
     fixed: int
     staging: int
     num_slots: int
+    moves: bool
 
     def of(self, mode: RamMode, whole: bool) -> int:
         """``whole``: RAM holds every expert. Without slots, what lies in RAM is computed in place, mapped or not."""
-        return self.fixed + (0 if self.num_slots == 0 and (mode == "mapped" or whole) else self.staging)
+        return self.fixed + (0 if not self.moves and (mode == "mapped" or whole) else self.staging)
 
 
 def _choose_mode(

@@ -131,5 +131,3 @@ class ChunkExperts:
 def addresses(values: Sequence[int], device: torch.device) -> torch.Tensor:
     """Blob addresses as ``begin_layer`` takes them."""
     return torch.tensor(values, dtype=torch.int64).to(device)
-
-
