@@ -235,10 +235,10 @@ class ExpertSystem:
         self._ring = CardStream(self.store, self.mover, slots, compute, num_chunks, num_layers)
         return self._ring
 
-    def learn(self, picks: torch.Tensor) -> None:
-        """Counts a prompt's picks, int32 [layers, experts] on the device, as those of rounds."""
-        assert self._device is not None
-        self._device.tables.counts.add_(picks)
+    def learn(self, picks: NDArray[np.int64], share: float) -> None:
+        """Counts a prompt's picks [layers, experts]; the cache learns from a ``share`` of them."""
+        self._picks += picks
+        self._fresh_picks += np.rint(picks * share).astype(np.int64)
 
     def begin_round(self) -> int:
         """Marks a round as running; its number, for ``end_round``."""

@@ -1,0 +1,267 @@
+"""A prompt's parts on a card, each beside its bound, and whole prompts of a computed model with where their time goes.
+
+    python benchmarks/prompt_card.py parts
+    python benchmarks/prompt_card.py whole --shape flash-next --vram-gib 32 --max-context 40960 --tokens 2048 8192 32768
+
+``parts``: library products at several numbers of rows, whether a row's bits depend on its place there, the experts'
+kernel over rows an expert, the delta rule, attention, streams. ``whole``: seconds of fresh prompts in one process, the
+host's own time, peaks of memory, kernels by kind (--profile), and a hash of the logits, which must not depend on chunk
+or cap. Prints lines, then one JSON line. Needs an NVIDIA card and no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from strata.config_sources import resolve_here
+from strata.engine.synthetic_text import token_list
+from strata.errors import StrataError
+
+Figures = dict[str, float | str]
+
+KINDS = (
+    ("experts: gate and up", r"^gate_up_"), ("experts: down", r"^down_"), ("experts: sums", r"^sum_parts"),
+    ("delta rule", r"^delta_"), ("products", r"nvjet|gemm|cutlass|cublas|sm90_|sm80_xmma"),
+    ("attention, dense", r"flash"), ("attention, masked", r"fmha|efficient|mem_eff"),
+    ("sorting", r"[Ss]ort|topk|[Rr]adix|[Ss]can|searchsorted|gatherTopK"), ("sums of rows", r"reduce"),
+    ("copies to the card", r"HtoD|Memcpy.*Host"), ("copies", r"Memcpy|[Cc]opy|Cat"),
+    ("element by element", r"elementwise|vectorized|Memset|fill|index"),
+)  # fmt: skip
+
+
+def timed(run: Callable[[], Any], repeats: int = 5) -> float:
+    """Seconds on the card's clock, the median."""
+    run()
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(repeats):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        found.append(start.elapsed_time(stop) / 1e3)
+    return sorted(found)[repeats // 2]
+
+
+def measure_products() -> Figures:
+    """Matrices of Flash-Next: TFLOP/s by rows, and whether a row's bits depend on where it stands among them."""
+    from strata.kernels.cuda.prompt.calls import CudaCalls
+
+    calls, found = CudaCalls(), {}
+    shapes = {
+        "qkv": (10240, 2560), "z": (6144, 2560), "out": (2560, 6144), "hyper_down": (320, 10240),
+        "hyper_up": (10240, 320), "router": (512, 2560), "shared_up": (640, 2560), "shared_down": (2560, 640),
+        "attention_q": (12288, 2560), "inject": (4, 10240), "beta": (48, 2560), "one": (1, 2560),
+    }  # fmt: skip
+    for name, (out, inner) in shapes.items():
+        w = torch.randn(out, inner, device="cuda").bfloat16()
+        for rows in (2048, 4096, 8192):
+            x = torch.randn(rows, inner, device="cuda").bfloat16()
+            seconds = timed(lambda x=x, w=w: calls.product(x, w))
+            found[f"product_{name}_{rows}_tflops"] = round(2 * rows * out * inner / seconds / 1e12, 1)
+            if rows == 2048:
+                y = calls.product(x, w)
+                moved = calls.product(x.roll(777, 0), w).roll(-777, 0)
+                again = torch.equal(y, calls.product(x, w))
+                found[f"product_{name}_rows_move"] = f"{'same' if torch.equal(y, moved) else 'DIFFER'}"
+                assert again, f"{name} differs from run to run"
+        print({key: value for key, value in found.items() if f"_{name}_" in key})
+    return found
+
+
+def measure_experts(launch: Callable[[list[Any]], None]) -> Figures:
+    """A layer of 512 NVFP4 experts of 2,560 x 640 in VRAM under uniform routing."""
+    from strata.kernels.cuda.prompt.experts import ChunkExperts
+    from strata.quant.layout import ExpertLayout
+
+    layout, experts, top_k, found = ExpertLayout(2560, 640, "nvfp4"), 512, 10, {}
+    blobs = torch.randint(0, 120, (experts, layout.blob_bytes), dtype=torch.uint8, device="cuda")
+    scales = torch.full((experts, 3), 1e-4, device="cuda")
+    order = torch.arange(experts, dtype=torch.int32, device="cuda")
+    address = blobs.data_ptr() + torch.arange(experts, device="cuda") * layout.blob_bytes
+    for rows in (2048, 4096, 8192, 16384, 32768):
+        chunk = ChunkExperts(layout, rows, top_k, torch.device("cuda"), 132)
+        chunk.x_CH.normal_()
+        ids = torch.rand(rows, experts, device="cuda").topk(top_k, dim=1).indices.int()
+        weights, y = torch.rand(rows, top_k, device="cuda"), torch.empty(rows, layout.hidden, device="cuda")
+        chunk.begin_layer(ids, order, address, scales)
+        whole = chunk.wave(0, experts)
+        for name, launches in (("gate_up", whole[:1]), ("down", whole[1:]), ("both", whole)):
+            seconds = timed(lambda launches=launches: launch(launches))
+            flop = 2 * rows * top_k * 2560 * 640 * {"gate_up": 2, "down": 1, "both": 3}[name]
+            found[f"experts_{rows}_{name}_ms"] = round(1e3 * seconds, 3)
+            found[f"experts_{rows}_{name}_tflops"] = round(flop / seconds / 1e12, 1)
+        waves = [one for first in range(0, experts, 32) for one in chunk.wave(first, first + 32)]
+        found[f"experts_{rows}_in_waves_ms"] = round(1e3 * timed(lambda: launch(waves)), 3)
+        found[f"experts_{rows}_sums_ms"] = round(1e3 * timed(lambda: launch(chunk.sums(ids, weights, y))), 3)
+        found[f"experts_{rows}_sorting_ms"] = round(
+            1e3 * timed(lambda: chunk.begin_layer(ids, order, address, scales)), 3
+        )
+        print({key: value for key, value in found.items() if f"_{rows}_" in key})
+        del chunk
+    return found
+
+
+def measure_mixers(launch: Callable[[list[Any]], None]) -> Figures:
+    """A pass of Flash-Next's delta net, streams and attention, and of Qwen3-30B's attention, at several positions."""
+    from strata.kernels.cuda.prompt.calls import CudaCalls
+    from strata.kernels.cuda.prompt.frame import FRAME_ROWS, Frame
+    from strata.kernels.cuda.prompt.ops import DenseWeights, PromptOps
+    from strata.kernels.ops import DeltaRows, HyperWeights, Matrix
+
+    calls, found, rows = CudaCalls(), {}, FRAME_ROWS
+    random = lambda *shape: torch.randn(*shape, device="cuda")  # noqa: E731
+    for start in (0, 6144, 30720):
+        ops = PromptOps(Frame(start, rows, 0, rows), calls, DenseWeights(), launch)
+        for name, heads, groups, width in (("qwen3", 32, 4, 128), ("flash", 24, 2, 256)):
+            q, k, v = (
+                random(rows, heads, width),
+                random(start + rows, groups, width),
+                random(start + rows, groups, width),
+            )
+            k, v = k.bfloat16(), v.bfloat16()
+            seconds = timed(lambda q=q, k=k, v=v, ops=ops: ops.attention(q, k, v, start, 0.1))
+            flop = 4 * rows * (start + rows / 2) * heads * width
+            found[f"attention_{name}_{start}_ms"] = round(1e3 * seconds, 3)
+            found[f"attention_{name}_{start}_tflops"] = round(flop / seconds / 1e12, 1)
+        if start:
+            iq, ik = random(rows, 4, 128), random((start + rows) // 4, 128)
+            chosen = ops.select_blocks(iq, ik, start, 4, 512)
+            found[f"select_{start}_ms"] = round(
+                1e3 * timed(lambda ops=ops, iq=iq, ik=ik: ops.select_blocks(iq, ik, start, 4, 512)), 3
+            )
+            found[f"sparse_{start}_ms"] = round(
+                1e3 * timed(lambda ops=ops: ops.sparse_attention(q, k, v, start, 0.1, chosen, 4)), 3
+            )
+    ops = PromptOps(Frame(0, rows, 0, rows), calls, DenseWeights(), launch)
+    delta = DeltaRows(
+        random(rows, 16, 128) * 0.1, random(rows, 48, 128), random(rows, 48).sigmoid(), -random(rows, 48).abs()
+    )
+    q, state = random(rows, 16, 128), random(48, 128, 128)
+    found["delta_ms"] = round(1e3 * timed(lambda: ops.gated_delta(q, delta, state, None, write=True)), 3)
+    x = random(rows, 4, 2560)
+    weights = HyperWeights(
+        random(4, 2560), Matrix("bf16", random(320, 10240).bfloat16(), 10240),
+        Matrix("bf16", random(10240, 320).bfloat16(), 320), Matrix("bf16", random(4, 10240).bfloat16(), 10240), 1e-6,
+    )  # fmt: skip
+    found["streams_mix_ms"] = round(1e3 * timed(lambda: ops.hyper_mix(x, weights)), 3)
+    c, y = random(rows, 4), random(rows, 2560)
+    found["streams_add_ms"] = round(1e3 * timed(lambda: ops.hyper_add(x, c, y)), 3)
+    print(found)
+    return found
+
+
+def measure_parts() -> Figures:
+    from strata.kernels.cuda.cuda_device import open_device
+
+    card = open_device(0)
+    torch.cuda.init()
+    with torch.cuda.stream(card.machine.torch_stream), torch.no_grad():
+        return measure_products() | measure_experts(card.machine.run_eagerly) | measure_mixers(card.machine.run_eagerly)
+
+
+def measure_whole(args: argparse.Namespace) -> Figures:
+    from strata.checkpoint.pack_writer import PackOptions
+    from strata.checkpoint.synthetic_reader import SyntheticWeights
+    from strata.engine.runtime import Runtime
+    from strata.engine.session import Session
+    from strata.engine.synthetic_model import open_synthetic
+
+    options = PackOptions(experts="nvfp4", dense="q8_0")
+    weights = SyntheticWeights(seed=0, experts=options.experts, dense=options.dense)
+    asked: dict[str, Any] = {"model": args.shape, "device": "cuda", "max_context": args.max_context}
+    asked |= {} if args.vram_gib is None else {"vram_gib": args.vram_gib}
+    asked |= {} if args.prefill is None else {"prefill": args.prefill}
+    opened = open_synthetic(args.shape, args.layers, weights)
+    runtime = Runtime.open(opened, resolve_here(arguments=asked))
+    found: Figures = {}
+    try:
+        for line in runtime.plan.lines():
+            print(line)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for count in args.tokens:
+            seconds = []
+            for run in range(args.runs):
+                ids = token_list(runtime.vocabulary, count, f"{count} {run}")
+                session = Session(runtime)
+                began = time.perf_counter()
+                logits = session.read_prompt(ids)
+                seconds.append(time.perf_counter() - began)
+                print(f"{count:,} tokens: {seconds[-1]:.3f} s, {count / seconds[-1]:,.0f} tok/s")
+                if run == 0:
+                    found[f"prompt_{count}_sha"] = hashlib.sha256(logits.numpy().tobytes()).hexdigest()[:16]
+            found[f"prompt_{count}_first"] = round(count / seconds[0])
+            found[f"prompt_{count}"] = round(count / sorted(seconds[1:] or seconds)[len(seconds[1:]) // 2])
+        found["peak_gib"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 2)
+        found["planned_gib"] = round(runtime.plan.vram.get("prompt buffers", 0) / 2**30, 2)
+        found["chunk_rows"] = runtime.chunk_rows
+        if args.profile:
+            profile(runtime, token_list(runtime.vocabulary, args.tokens[-1], "profile"), args.profile)
+    finally:
+        runtime.close()
+        opened.close()
+    return found
+
+
+def profile(runtime: Any, ids: Sequence[int], trace: str) -> None:
+    """Kernels by kind, and a trace for chrome://tracing."""
+    from torch.profiler import ProfilerActivity
+
+    from strata.engine.session import Session
+
+    session = Session(runtime)
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as one:
+        began = time.perf_counter()
+        session.read_prompt(ids)
+        wall = time.perf_counter() - began
+    by_kind: dict[str, float] = {}
+    others: dict[str, float] = {}
+    for event in one.key_averages():
+        microseconds = float(getattr(event, "self_device_time_total", 0.0))
+        if not microseconds:
+            continue
+        kind = next((kind for kind, pattern in KINDS if re.search(pattern, event.key)), "others")
+        by_kind[kind] = by_kind.get(kind, 0.0) + microseconds / 1e6
+        others[event.key[:100]] = others.get(event.key[:100], 0.0) + microseconds / 1e6
+    print(f"profile of {len(ids):,} tokens, {wall:.3f} s under the profiler")
+    for kind, seconds in sorted(by_kind.items(), key=lambda one: -one[1]):
+        print(f"  {kind:<24}{1e3 * seconds:10.1f} ms")
+    for name, seconds in sorted(others.items(), key=lambda one: -one[1])[:30]:
+        print(f"    {1e3 * seconds:10.1f} ms  {name}")
+    one.export_chrome_trace(trace)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("parts", "whole"))
+    parser.add_argument("--shape", default="flash-next")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--vram-gib", type=float)
+    parser.add_argument("--max-context", type=int, default=40960)
+    parser.add_argument("--prefill")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--profile", help="a file for the trace")
+    args = parser.parse_args()
+    try:
+        found = measure_parts() if args.what == "parts" else measure_whole(args)
+    except StrataError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
