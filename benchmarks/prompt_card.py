@@ -18,6 +18,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def measure_products() -> Figures:
         w = torch.randn(out, inner, device="cuda").bfloat16()
         for rows in (2048, 4096, 8192):
             x = torch.randn(rows, inner, device="cuda").bfloat16()
-            seconds = timed(lambda x=x, w=w: calls.product(x, w))
+            seconds = timed(partial(calls.product, x, w))
             found[f"product_{name}_{rows}_tflops"] = round(2 * rows * out * inner / seconds / 1e12, 1)
             if rows == 2048:
                 y = calls.product(x, w)
@@ -97,15 +98,15 @@ def measure_experts(launch: Callable[[list[Any]], None]) -> Figures:
         chunk.begin_layer(ids, order, address, scales)
         whole = chunk.wave(0, experts)
         for name, launches in (("gate_up", whole[:1]), ("down", whole[1:]), ("both", whole)):
-            seconds = timed(lambda launches=launches: launch(launches))
+            seconds = timed(partial(launch, launches))
             flop = 2 * rows * top_k * 2560 * 640 * {"gate_up": 2, "down": 1, "both": 3}[name]
             found[f"experts_{rows}_{name}_ms"] = round(1e3 * seconds, 3)
             found[f"experts_{rows}_{name}_tflops"] = round(flop / seconds / 1e12, 1)
         waves = [one for first in range(0, experts, 32) for one in chunk.wave(first, first + 32)]
-        found[f"experts_{rows}_in_waves_ms"] = round(1e3 * timed(lambda: launch(waves)), 3)
-        found[f"experts_{rows}_sums_ms"] = round(1e3 * timed(lambda: launch(chunk.sums(ids, weights, y))), 3)
+        found[f"experts_{rows}_in_waves_ms"] = round(1e3 * timed(partial(launch, waves)), 3)
+        found[f"experts_{rows}_sums_ms"] = round(1e3 * timed(partial(launch, chunk.sums(ids, weights, y))), 3)
         found[f"experts_{rows}_sorting_ms"] = round(
-            1e3 * timed(lambda: chunk.begin_layer(ids, order, address, scales)), 3
+            1e3 * timed(partial(chunk.begin_layer, ids, order, address, scales)), 3
         )
         print({key: value for key, value in found.items() if f"_{rows}_" in key})
         del chunk
@@ -130,18 +131,16 @@ def measure_mixers(launch: Callable[[list[Any]], None]) -> Figures:
                 random(start + rows, groups, width),
             )
             k, v = k.bfloat16(), v.bfloat16()
-            seconds = timed(lambda q=q, k=k, v=v, ops=ops: ops.attention(q, k, v, start, 0.1))
+            seconds = timed(partial(ops.attention, q, k, v, start, 0.1))
             flop = 4 * rows * (start + rows / 2) * heads * width
             found[f"attention_{name}_{start}_ms"] = round(1e3 * seconds, 3)
             found[f"attention_{name}_{start}_tflops"] = round(flop / seconds / 1e12, 1)
         if start:
             iq, ik = random(rows, 4, 128), random((start + rows) // 4, 128)
             chosen = ops.select_blocks(iq, ik, start, 4, 512)
-            found[f"select_{start}_ms"] = round(
-                1e3 * timed(lambda ops=ops, iq=iq, ik=ik: ops.select_blocks(iq, ik, start, 4, 512)), 3
-            )
+            found[f"select_{start}_ms"] = round(1e3 * timed(partial(ops.select_blocks, iq, ik, start, 4, 512)), 3)
             found[f"sparse_{start}_ms"] = round(
-                1e3 * timed(lambda ops=ops: ops.sparse_attention(q, k, v, start, 0.1, chosen, 4)), 3
+                1e3 * timed(partial(ops.sparse_attention, q, k, v, start, 0.1, chosen, 4)), 3
             )
     ops = PromptOps(Frame(0, rows, 0, rows), calls, DenseWeights(), launch)
     delta = DeltaRows(

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from strata.engine.lockstep import run_together
@@ -26,7 +27,7 @@ from strata.kvcache.prompt_state import PassState
 
 if TYPE_CHECKING:
     from strata.engine.cancellation import Cancellation
-    from strata.experts.card_stream import CardStream, LayerOrder
+    from strata.experts.card_stream import CardStream
     from strata.experts.system import ExpertSystem
     from strata.kernels.backend import Backend
     from strata.kernels.cuda.program import Machine
@@ -76,10 +77,8 @@ class DevicePrompt:
     def reading(self, count: int) -> Iterator[ChunkReader]:
         """For a prompt of ``count`` more rows: slots are borrowed inside, and given back filled."""
         with ExitStack() as owned, torch.no_grad():
-            first, stop = self._state.length, self._state.length + count
-            chunks = len(
-                {position // self._chunk_rows for position in (*range(first, stop, self._chunk_rows), stop - 1)}
-            )
+            first, last = self._state.length, self._state.length + count - 1
+            chunks = last // self._chunk_rows - first // self._chunk_rows + 1
             stream = self._experts.open_stream(self._compute, chunks, self._model.config.num_layers, count)
             owned.callback(self._experts.end_prompt)
             owned.callback(self._compute.synchronize)  # before slots are filled again
@@ -116,7 +115,10 @@ class ChunkReader:
         prompt, state = self._prompt, self._prompt._state
         state.check_room(len(ids))
         frames = frames_of(state.length, state.length + len(ids), prompt._frame_rows)
-        orders = self._stream.begin_chunk()
+        self._orders = self._stream.begin_chunk()
+        device = prompt._machine.device  # one copy for all layers: each one would wait for what is enqueued
+        self._experts_LE = torch.from_numpy(np.stack([one.experts for one in self._orders])).to(device)
+        self._addresses_LE = torch.from_numpy(np.stack([one.addresses for one in self._orders])).to(device)
         self._cancellation = cancellation
         works = []
         at = 0
@@ -125,7 +127,7 @@ class ChunkReader:
             at += frame.count
             wanted = frame.stop - 1 if logits != "none" and number == len(frames) - 1 else None
             works.append(partial(self._forward, frame, padded, wanted))
-        answer = partial(self._multiply, frames, orders)
+        answer = partial(self._multiply, frames)
         results = run_together(works, answer, prompt._compute.scope)
         self._weights.forget()
         state.advance(len(ids))
@@ -136,8 +138,8 @@ class ChunkReader:
         """After the last chunk: rounds may run."""
         prompt = self._prompt
         prompt._state.end_prompt(self._parts)
-        learned = self._counts.float() * min(1.0, LEARNED_ROUNDS / count)
-        prompt._experts.learn(learned.round().int())
+        counts = self._counts.cpu().numpy().astype(np.int64)
+        prompt._experts.learn(counts, min(1.0, LEARNED_ROUNDS / count))
 
     def _forward(self, frame: Frame, ids: list[int], wanted: int | None, meet: Any) -> torch.Tensor | None:
         prompt = self._prompt
@@ -151,15 +153,13 @@ class ChunkReader:
             ops = prompt._new_ops(frame, self._weights)
             return prompt._model.forward(ops, ids, state, experts, "none" if wanted is None else wanted, certain=True)
 
-    def _multiply(
-        self, frames: Sequence[Frame], orders: Sequence[LayerOrder], brought: Sequence[_Brought]
-    ) -> list[torch.Tensor]:
+    def _multiply(self, frames: Sequence[Frame], brought: Sequence[_Brought]) -> list[torch.Tensor]:
         """The experts' outputs for the rows of all frames, which bring the same layer."""
         if self._cancellation is not None:
             self._cancellation.check()
         self._weights.forget()  # the layer's own were used by every frame
         prompt, buffers, device = self._prompt, self._buffers, self._prompt._machine.device
-        layer, order = brought[0].layer, orders[brought[0].layer]
+        layer = brought[0].layer
         hidden, top_k = brought[0].x_TH.shape[1], brought[0].ids_TK.shape[1]
         total = sum(frame.count for frame in frames)
         ids_CK = torch.empty(total, top_k, dtype=torch.int32, device=device)
@@ -171,12 +171,9 @@ class ChunkReader:
             ids_CK[rows], weights_CK[rows] = one.ids_TK[own], one.weights_TK[own]
             bounds.append(rows)
             at += frame.count
-        buffers.begin_layer(
-            ids_CK, torch.from_numpy(order.experts).to(device), torch.from_numpy(order.addresses).to(device),
-            prompt._scales[layer],
-        )  # fmt: skip
+        buffers.begin_layer(ids_CK, self._experts_LE[layer], self._addresses_LE[layer], prompt._scales[layer])
         self._counts[layer] += buffers.counts_E
-        for first, stop in self._stream.waves(layer, order):
+        for first, stop in self._stream.waves(self._orders[layer]):
             prompt._compute.launch(buffers.wave(first, stop))
         y_CH = torch.empty(total, hidden, device=device)
         prompt._compute.launch(buffers.sums(ids_CK, weights_CK, y_CH))

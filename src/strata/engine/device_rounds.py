@@ -94,8 +94,9 @@ class DeviceRounds:
         stages: Stages | None = None,
         chunk_rows: int | None = None,
     ) -> None:
-        """``chunk_rows``: of a prompt's chunks; None: prompts run as windows alone. ``by_hand``: the host hands each layer's CPU part over, without asking whether the mailbox works.
-        ``stages`` of the load that these are a part of."""
+        """``chunk_rows``: of a prompt's chunks; None: prompts run as windows alone. ``by_hand``: the host hands each
+        layer's CPU part over, without asking whether the mailbox works. ``stages`` of the load that these are a part
+        of."""
         config, device = model.config, machine.device
         self._model, self._experts, self._layout, self._machine = model, experts, layout, machine
         self._top_k, self._vocabulary = config.top_k, config.vocabulary

@@ -69,7 +69,7 @@ class _Run:
                 self.result = work(self._meet)
         except Abandoned:
             pass
-        except BaseException as error:  # told to whoever waits for this run
+        except BaseException as error:  # noqa: BLE001 - told to whoever waits for this run
             self.error = error
         self.ended = True
         self._theirs.release()
@@ -80,8 +80,8 @@ def run_together(
     answer: Callable[[list[Any]], Sequence[Any]],
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Any]:
-    """The results of all works. Each gets ``meet``, which hands a value over and returns what ``answer``, given those of
-    all works, says for it; all must meet equally often. ``answer`` runs on the calling thread, each work inside
+    """The results of all works. Each gets ``meet``, which hands a value over and returns what ``answer``, given those
+    of all works, says for it; all must meet equally often. ``answer`` runs on the calling thread, each work inside
     ``scope()`` on its own. The first error ends all of them and is raised."""
     runs = [_Run(work, scope) for work in works]
     answers: Sequence[Any] = [None] * len(runs)

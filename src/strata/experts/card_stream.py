@@ -1,9 +1,9 @@
 """A prompt's experts on a card: those in VRAM where they lie, the others through a ring of slots, without a pause.
 
-Lives in ``experts`` because it joins residency and copies; ``ring.py`` is the same for a device whose kernels the caller
-waits for. Copies and compute are ordered on the card: the compute waits for a wave's copies, the copies into a slot for
-the wave that used it last, and the host for neither, except where threads stage bytes. All experts that a layer has
-outside VRAM are streamed: of a prompt's rows nearly every one is picked. It must not compute, nor know a model.
+Lives in ``experts`` because it joins residency and copies; ``ring.py`` is the same for a device whose kernels the
+caller waits for. Copies and compute are ordered on the card: the compute waits for a wave's copies, the copies into a
+slot for the wave that used it last, and the host for neither, except where threads stage bytes. All experts that a
+layer has outside VRAM are streamed: a long prompt picks nearly every one. It must not compute, nor know a model.
 
 A wave is a few experts of one layer, whose copies are told apart from others' by their events. Waves follow one another
 over layers and over the chunks of a prompt, each in the next berth of the ring.
@@ -96,7 +96,7 @@ class CardStream:
             found.append(LayerOrder(np.array(experts, np.int32), np.array(addresses, np.int64), num_inside))
         return found
 
-    def waves(self, layer: int, order: LayerOrder) -> Iterator[tuple[int, int]]:
+    def waves(self, order: LayerOrder) -> Iterator[tuple[int, int]]:
         """Ranges of the order, one after another, each once the compute that is enqueued next may read its blobs; the
         caller enqueues it before it goes on."""
         if order.num_inside:

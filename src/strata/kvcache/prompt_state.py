@@ -1,10 +1,11 @@
-"""A sequence's state on a card as the passes of a prompt's chunk see it: they run in turns, so each has its own position.
+"""A sequence's state on a card as the passes of a prompt's chunk see it: they run in turns, each at its own position.
 
-Lives in ``kvcache`` beside ``device_state``, whose memory it reads and writes between rounds. A pass is a whole frame of
-rows of which only some are the chunk's: those alone reach caches, tails and history. Recurrent state advances as the
+Lives in ``kvcache`` beside ``device_state``, whose memory it reads and writes between rounds. A pass is a whole frame
+of rows of which only some are the chunk's: those alone reach caches, tails and history. Recurrent state advances as the
 rows are computed; what was written belongs to the sequence once ``advance`` says so. It must not know models.
 
-Legend: T rows of a frame, P positions, G key/value heads, D width, B blocks, J tokens of a block, U tail rows, C channels.
+Legend: T rows of a frame, P positions, G key/value heads, D width, B blocks, J tokens of a block, U tail rows, C
+channels.
 """
 
 from __future__ import annotations

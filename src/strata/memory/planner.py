@@ -183,9 +183,8 @@ def _fixed_pools(shape: ModelShape, request: MemoryRequest) -> dict[str, int]:
     if request.as_windows and shape.round_bytes:
         pools["round buffers"] = shape.round_bytes + shape.round_bytes_per_token * request.max_context
         if request.in_chunks:
-            pools["prompt buffers"] = prompt_bytes(
-                shape, min(request.chunk_rows, request.max_context), request.max_context
-            )
+            rows = min(request.chunk_rows, request.max_context)
+            pools["prompt buffers"] = prompt_bytes(shape, rows, request.max_context)
     else:
         rows = min(request.pass_rows, request.max_context)
         pools["prompt buffers"] = rows * _buffer_row_bytes(shape)
@@ -313,7 +312,7 @@ def _gib_option(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class _Beside:
-    """RAM beside the experts: ``fixed`` in every mode, and ``staging`` where something is moved (``moves``: to slots)."""
+    """RAM beside the experts: ``fixed`` in every mode, ``staging`` where something moves."""
 
     fixed: int
     staging: int

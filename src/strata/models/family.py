@@ -69,8 +69,8 @@ class FamilyConfig(Protocol):
         hand on, which no other layer's memory is used for, records of the window, tables of positions."""
 
     def chunk_bytes(self) -> int:
-        """Bytes that a prompt's chunk on a card takes for each of its rows: what its passes keep between layers, and the
-        rows, inner activations and outputs of its experts."""
+        """Bytes that a prompt's chunk on a card takes for each of its rows: what its passes keep between layers, and
+        the rows, inner activations and outputs of its experts."""
 
     def frame_bytes(self, max_positions: int, rows: int) -> int:
         """Bytes that one pass of ``rows`` rows takes besides, at the end of a context of ``max_positions``."""
@@ -104,9 +104,9 @@ class Model(Protocol):
         *,
         certain: bool = False,
     ) -> torch.Tensor | None:
-        """logits_TV of all rows, of the last row or that of a number (1 x V), or None. The rows take positions ``state.length ...`` and are
-        recorded: ``state.commit(n)`` accepts the first n. ``certain`` (a prompt) lets recurrent state advance with the
-        rows instead of recording them; all of them must then be committed."""
+        """logits_TV of all rows, of the last row or that of a number (1 x V), or None. The rows take positions
+        ``state.length ...`` and are recorded: ``state.commit(n)`` accepts the first n. ``certain`` (a prompt) lets
+        recurrent state advance with the rows instead of recording them; all of them must then be committed."""
 
 
 class Family(Protocol):

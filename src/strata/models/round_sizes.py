@@ -25,7 +25,7 @@ def cut_values(heads: int, head_width: int, attended: int) -> int:
 
 
 def chunk_expert_bytes(hidden: int, intermediate: int, top_k: int) -> int:
-    """Of a row of a prompt's chunk: its input, what each of its experts keeps and gives in BF16, numbers for sorting, the
-    sum in FP32."""
+    """Of a row of a prompt's chunk: its input, what each of its experts keeps and gives in BF16, numbers for sorting,
+    the sum in FP32."""
     wide, inner = -(-hidden // SUPERBLOCK) * SUPERBLOCK, -(-intermediate // SUPERBLOCK) * SUPERBLOCK
     return 2 * wide + 2 * top_k * (wide + inner) + 40 * top_k + 4 * hidden

@@ -1,8 +1,8 @@
 """The library's products and attention of a prompt's pass: one function each, with a plain substitute on the CPU.
 
-Lives in ``kernels/cuda/prompt`` as the one place that names a library's kernel. A pass has one number of rows and begins
-at a multiple of it, so every call has one shape at one position: whatever algorithm the library has for that shape, it
-is the same in every chunk (decision record 0131). It must not know models.
+Lives in ``kernels/cuda/prompt`` as the one place that names a library's kernel. A pass has one number of rows and
+begins at a multiple of it, so every call has one shape at one position: whatever algorithm the library has for that
+shape, it is the same in every chunk (decision record 0131). It must not know models.
 
 Legend: T rows of a pass, I input and O output width, N query heads, G key/value heads, D head width, P positions.
 """

@@ -1,4 +1,4 @@
-"""The stream that a prompt's compute runs in: torch's calls, launches of our own, and events towards the copies' stream.
+"""The stream that a prompt's compute runs in: torch's calls, launches of our own, and events for the copies' stream.
 
 Lives in ``kernels/cuda/prompt`` because it joins a machine's stream, torch and a backend's events. On an emulated card
 everything is complete when its call returns. It must not know what is computed.
