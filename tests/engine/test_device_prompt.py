@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from strata.engine import device_prompt, device_rounds
+from strata.engine.cancellation import Cancellation, Cancelled
 from strata.engine.session import Session
 from tests.engine.conftest import VOCABULARY, load
 from tests.engine.emulated_device import device_runtime
@@ -90,3 +91,20 @@ def test_a_prompt_and_rounds_after_it_are_near_the_cpus(packs: dict[str, Path]) 
             found = conversation(Session(runtime))
         error = (found - expected).norm(dim=1) / expected.norm(dim=1)
         assert float(error.max()) < 0.02, error
+
+
+def test_a_cancelled_prompt_leaves_the_next_one_right(packs: dict[str, Path]) -> None:
+    ids = prompt(50)
+    with device_runtime(packs["default"], expert_cache=5, adapt_every=0) as runtime:
+        session = Session(runtime)
+        expected = session.read_prompt(ids)
+        session.reset()
+        cancellation = Cancellation()
+        cancellation.cancel()  # seen at the first layer's experts, with copies under way
+        with pytest.raises(Cancelled):
+            session.read_prompt(ids, cancellation=cancellation)
+        assert session.length == 0
+        assert torch.equal(session.read_prompt(ids), expected)
+        statistics = runtime.statistics().experts
+        assert statistics.slots_lent == statistics.slots_refilled > 0
+        assert statistics.ring_unused > 0

@@ -140,8 +140,8 @@ class Qwen4ExpConfig:
         q, kv, wide = self.heads * self.head_width, self.kv_heads * self.head_width, self.streams * self.hidden
         delta = 6 * self.delta_channels + 4 * self.value_heads * self.value_width
         row = 4 * (max(7 * wide, delta + 2 * wide, 10 * q + 2 * wide) + 6 * self.hidden + 3 * self.num_experts)
-        seen = 6 + 24 // self.index_block  # masks of positions, and scores of blocks
-        return rows * (row + max_positions * seen) + (max_positions + rows) * 8 * kv
+        scores = 12 * (max_positions + rows) // self.index_block  # of each row, with one head's beside them
+        return rows * (row + scores) + (max_positions + rows) * 8 * kv
 
     def gathered_bytes(self, window: int) -> int:
         return 0 if self.ngram is None else len(self.ngram.blocks) * window * self.ngram.width * 4

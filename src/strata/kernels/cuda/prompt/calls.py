@@ -29,14 +29,9 @@ class LibraryCalls(Protocol):
     def attention(self, q_TND: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor, scale: float) -> torch.Tensor:
         """o_TND FP32 of the last T of P positions: row t sees those up to P - T + t. BF16 operands."""
 
-    def masked_attention(
-        self, q_TND: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor, seen_TP: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """o_TND FP32; row t sees the positions where ``seen`` is true, at least one."""
-
 
 class CudaCalls:
-    """torch's own calls of cuBLAS, FlashAttention-2 and its memory-efficient attention, by name."""
+    """torch's own calls of cuBLAS, FlashAttention-2, by name."""
 
     def __init__(self) -> None:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -52,19 +47,6 @@ class CudaCalls:
         out: torch.Tensor = found[0]
         return out.squeeze(0).transpose(0, 1).float()
 
-    def masked_attention(
-        self, q_TND: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor, seen_TP: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        rows, heads, width = q_TND.shape
-        groups = k_PGD.shape[1]
-        q = q_TND.view(rows, groups, heads // groups, width).permute(1, 2, 0, 3)
-        k, v = (x.transpose(0, 1).unsqueeze(1).expand(-1, heads // groups, -1, -1) for x in (k_PGD, v_PGD))
-        hidden = torch.zeros(seen_TP.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen_TP, float("-inf"))
-        bias = hidden.expand(groups, heads // groups, -1, -1)
-        found = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, False, 0.0, False, scale=scale)
-        out: torch.Tensor = found[0]  # groups x heads of one x rows x width
-        return out.permute(2, 0, 1, 3).reshape(rows, heads, width).float()
-
 
 class PlainCalls:
     """The same on the CPU, for a card that is emulated: each row by itself, whatever the others are."""
@@ -78,15 +60,6 @@ class PlainCalls:
 
     def attention(self, q_TND: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor, scale: float) -> torch.Tensor:
         return causal_attention(q_TND.float(), k_PGD, v_PGD, k_PGD.shape[0] - q_TND.shape[0], scale)
-
-    def masked_attention(
-        self, q_TND: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor, seen_TP: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        groups = k_PGD.shape[1]
-        q = q_TND.float().unflatten(1, (groups, -1))
-        scores = torch.einsum("tgqd,pgd->tgqp", q, k_PGD.float()) * scale
-        weights = scores.masked_fill(~seen_TP[:, None, None, :], float("-inf")).softmax(-1)
-        return torch.einsum("tgqp,pgd->tgqd", weights, v_PGD.float()).flatten(1, 2)
 
 
 def calls_for(device: torch.device) -> LibraryCalls:

@@ -18,13 +18,16 @@ from strata.errors import EngineError
 from strata.kernels.cuda.program import Launch
 from strata.kernels.cuda.prompt.calls import LibraryCalls
 from strata.kernels.cuda.prompt.frame import Frame
-from strata.kernels.ops import DeltaRows, Matrix
+from strata.kernels.ops import DeltaRows, HyperWeights, Matrix
 from strata.kernels.reference import ReferenceOps
 
 __all__ = ["DenseWeights", "PromptOps"]
 
 DELTA_WIDTHS = (32, 64, 128)  # kernels of delta_prompt.cu
 DELTA_COLUMNS, DELTA_THREADS = 16, 128
+ATTENDED_WIDTHS = (32, 64, 128, 256)  # kernels of attend_prompt.cu
+ATTENDING, SELECTING, KEYS, MOST_HEADS = 128, 256, 32, 16
+STREAM_THREADS = 256  # of streams_prompt.cu
 AT_ONCE = 1 << 23  # weights that are dequantised at once: in between they are FP32
 MOST_KEPT = 1 << 27  # weights of a matrix that is kept dequantised; a head's is larger, and used once a prompt
 
@@ -39,6 +42,16 @@ class _Delta(ctypes.Structure):
             for name in ("first", "stop", "key_heads", "value_heads", "key_width", "value_width")
         ),
     )  # fmt: skip
+
+
+class _Sparse(ctypes.Structure):
+    """``Sparse`` of attend_prompt.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("q", "k", "v", "listed", "out")),
+        *((name, ctypes.c_int) for name in ("start", "first", "most", "block", "heads", "groups", "width")),
+        ("scale", ctypes.c_float),
+    )
 
 
 class DenseWeights:
@@ -91,7 +104,7 @@ class PromptOps(ReferenceOps):
 
     def linears(self, x_TI: torch.Tensor, weights: Sequence[Matrix]) -> list[torch.Tensor]:
         rounded = None if all(weight.format == "f32" for weight in weights) else x_TI.bfloat16()
-        return [self._product(x_TI if weight.format == "f32" else rounded, weight) for weight in weights]
+        return [self._product(x_TI.float() if weight.format == "f32" else rounded, weight) for weight in weights]
 
     def _product(self, x_TI: torch.Tensor | None, weight: Matrix) -> torch.Tensor:
         assert x_TI is not None
@@ -107,20 +120,48 @@ class PromptOps(ReferenceOps):
         ids_TK[self._frame.stop :] = -1
         return ids_TK, weights_TK
 
+    # Hyper-connections -------------------------------------------------------------------------------------------
+
+    def hyper_mix(self, x_TSH: torch.Tensor, weights: HyperWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The normed streams are BF16, for all three products and for the mean."""
+        rows, streams, hidden = x_TSH.shape
+        n_TX = torch.empty(rows, streams * hidden, dtype=torch.bfloat16, device=x_TSH.device)
+        arguments = (x_TSH, weights.norm_SH, weights.eps, streams, hidden, n_TX)
+        self._launch([Launch("streams_prompt.streams_norm", (rows, streams, 1), STREAM_THREADS, 0, arguments)])
+        low_TF = torch.nn.functional.silu(self.linear(n_TX, weights.down) / streams)
+        gate_TX = self.linear(low_TF, weights.up)
+        u_TH = torch.empty(rows, hidden, device=x_TSH.device)
+        grid = (rows, -(-hidden // STREAM_THREADS), 1)
+        self._launch(
+            [Launch("streams_prompt.streams_mix", grid, STREAM_THREADS, 0, (gate_TX, n_TX, streams, hidden, u_TH))]
+        )
+        if weights.inject is None:
+            return u_TH, None
+        return u_TH, 2.0 * (self.linear(n_TX, weights.inject) / streams).sigmoid()
+
+    def hyper_add(self, x_TSH: torch.Tensor, c_TS: torch.Tensor, y_TH: torch.Tensor) -> torch.Tensor:
+        rows, streams, hidden = x_TSH.shape
+        sum_TSH = torch.empty_like(x_TSH)
+        grid = (rows, -(-hidden // STREAM_THREADS), 1)
+        arguments = (x_TSH, c_TS, y_TH.contiguous(), streams, hidden, sum_TSH)
+        self._launch([Launch("streams_prompt.streams_add", grid, STREAM_THREADS, 0, arguments)])
+        return sum_TSH
+
     # Mixers ------------------------------------------------------------------------------------------------------
 
     def causal_conv(
         self, x_TC: torch.Tensor, tail_UC: torch.Tensor, weight_CW: torch.Tensor, dilation: int = 1
     ) -> torch.Tensor:
-        """The tail precedes the chunk's first row, wherever in the frame that is."""
-        rows, before, first = x_TC.shape[0], tail_UC.shape[0], self._frame.first
-        z = torch.zeros(before + rows, x_TC.shape[1], device=x_TC.device)
-        z[before + first :] = x_TC[first:]
-        z[first : first + before] = tail_UC
-        y_TC = z[:rows] * weight_CW[:, 0]
-        for tap in range(1, weight_CW.shape[1]):
-            y_TC.addcmul_(z[tap * dilation : tap * dilation + rows], weight_CW[:, tap])
-        return torch.nn.functional.silu(y_TC)
+        """The tail precedes the chunk's first row, wherever in the frame that is; rows before it are zeros."""
+        frame, channels = self._frame, x_TC.shape[1]
+        y_TC = torch.zeros_like(x_TC) if frame.first else torch.empty_like(x_TC)
+        arguments = (
+            x_TC.contiguous(), tail_UC.contiguous(), weight_CW.contiguous(), weight_CW.shape[1], dilation, channels,
+            frame.first, y_TC,
+        )  # fmt: skip
+        grid = (frame.rows - frame.first, -(-channels // STREAM_THREADS), 1)
+        self._launch([Launch("streams_prompt.convolve", grid, STREAM_THREADS, 0, arguments)])
+        return y_TC
 
     def gated_delta(
         self, q_TGD: torch.Tensor, rows: DeltaRows, state_NDV: torch.Tensor, pending: DeltaRows | None, *, write: bool
@@ -151,23 +192,19 @@ class PromptOps(ReferenceOps):
     def select_blocks(
         self, q_TND: torch.Tensor, key_BD: torch.Tensor, start: int, block: int, top_blocks: int
     ) -> torch.Tensor:
-        """Which positions each row sees, T x P of the frame's end: its tail and all tokens of the chosen blocks."""
-        frame = self._frame
-        device = q_TND.device
-        position_T = torch.arange(frame.start, frame.end, device=device)
+        """Rows that are not the chunk's list nothing of use."""
+        frame, device = self._frame, q_TND.device
         blocks = frame.end // block
-        keys = torch.zeros(blocks, key_BD.shape[1], device=device)
-        keys[: key_BD.shape[0]] = key_BD[:blocks]
-        visible_TB = torch.arange(blocks, device=device)[None, :] < ((position_T + 1) // block)[:, None]
+        keys = key_BD
+        if keys.shape[0] < blocks:  # of a frame that ends after the context
+            keys = torch.nn.functional.pad(keys, (0, 0, 0, blocks - keys.shape[0]))
         scores_TB = torch.zeros(frame.rows, blocks, device=device)
         for head in range(q_TND.shape[1]):
-            scores_TB += self._calls.product(q_TND[:, head].contiguous(), keys).relu()
-        scores_TB = torch.where(scores_TB.isnan(), -1.0, scores_TB).masked_fill_(~visible_TB, -2.0)
-        chosen_TB = visible_TB & _largest(scores_TB, top_blocks) if blocks > top_blocks else visible_TB
-        seen_TP = chosen_TB.repeat_interleave(block, dim=1)
-        positions = torch.arange(frame.end, device=device)
-        tail_T = (position_T + 1) // block * block
-        return seen_TP | ((positions >= tail_T[:, None]) & (positions <= position_T[:, None]))
+            scores_TB += self._calls.product(q_TND[:, head].contiguous(), keys).relu_()
+        listed_TM = torch.full((frame.rows, top_blocks), -1, dtype=torch.int32, device=device)
+        arguments = (scores_TB, blocks, frame.start, frame.first, block, top_blocks, listed_TM)
+        self._launch([Launch("attend_prompt.select_blocks", (frame.count, 1, 1), SELECTING, 0, arguments)])
+        return listed_TM
 
     def sparse_attention(
         self,
@@ -179,15 +216,25 @@ class PromptOps(ReferenceOps):
         blocks_TM: torch.Tensor | None,
         block: int,
     ) -> torch.Tensor:
-        """``blocks_TM`` as ``select_blocks`` gives it."""
         if blocks_TM is None:
             return self.attention(q_TND, k_PGD, v_PGD, start, scale)
-        return self._calls.masked_attention(q_TND.bfloat16(), k_PGD.bfloat16(), v_PGD.bfloat16(), blocks_TM, scale)
-
-
-def _largest(scores_TB: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the ``count`` largest of each row are, of equal ones those of lower number."""
-    least_T1 = scores_TB.topk(count, dim=1, sorted=True).values[:, -1:]
-    above, equal = scores_TB > least_T1, scores_TB == least_T1
-    wanted = count - above.sum(1, keepdim=True)
-    return above | (equal & (equal.cumsum(1) <= wanted))
+        frame, (_, heads, width), groups = self._frame, q_TND.shape, k_PGD.shape[1]
+        wide = next((wide for wide in ATTENDED_WIDTHS if width <= wide), None)
+        if wide is None or width % 8 or heads // groups > MOST_HEADS:
+            raise EngineError(
+                f"sparse attention of {heads} heads of {width} values over {groups}: at most {ATTENDED_WIDTHS[-1]} "
+                f"values, by eights, and {MOST_HEADS} heads a group are read"
+            )
+        most = blocks_TM.shape[1]
+        o_TND = torch.zeros_like(q_TND)
+        tensors = [q_TND.bfloat16(), k_PGD.bfloat16(), v_PGD.bfloat16(), blocks_TM, o_TND]
+        tensors = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+        one = _Sparse(
+            *(tensor.data_ptr() for tensor in tensors), frame.start, frame.first, most, block, heads, groups, width,
+            scale,
+        )  # fmt: skip
+        pitch = 2 * wide + (64 if wide % 64 == 0 else 0)
+        shared = 4 * KEYS * pitch + 4 * MOST_HEADS * (KEYS + 1) + 4 * (most + 1) * block
+        grid = (frame.count, groups, 1)
+        self._launch([Launch(f"attend_prompt.attend_{wide}", grid, ATTENDING, shared, (one,))])
+        return o_TND

@@ -49,6 +49,13 @@ __device__ __forceinline__ void commit_copies() {}
 template <int kLeft>
 __device__ __forceinline__ void wait_for_copies() {}
 
+__device__ __forceinline__ void load_turned(const unsigned char* from, int pitch, unsigned& b0, unsigned& b1) {
+    const int g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
+    auto at = [&](int k) { return static_cast<unsigned>(*reinterpret_cast<const unsigned short*>(from + k * pitch + g * 2)); };
+    b0 = at(2 * t) | at(2 * t + 1) << 16;
+    b1 = at(2 * t + 8) | at(2 * t + 9) << 16;
+}
+
 #else
 
 __device__ __forceinline__ void multiply(float* d, const unsigned* a, unsigned b0, unsigned b1) {
@@ -86,6 +93,16 @@ template <int kLeft>
 __device__ __forceinline__ void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" : : "n"(kLeft) : "memory");
+#endif
+}
+
+// Operand B of 16 k by 8 columns that lie in shared memory as 16 rows of `pitch` bytes, a multiple of 16.
+__device__ __forceinline__ void load_turned(const unsigned char* from, int pitch, unsigned& b0, unsigned& b1) {
+    b0 = b1 = 0;
+#if __CUDA_ARCH__ >= 800
+    const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(from + (threadIdx.x & 15) * pitch));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(b0), "=r"(b1) : "r"(shared) : "memory");
 #endif
 }
 
