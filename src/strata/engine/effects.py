@@ -15,7 +15,7 @@ from strata.words import count_of
 
 __all__ = ["effects_of", "plan_effects"]
 
-WINDOWS = "on a card prompts run as decode windows and stream nothing"
+WINDOWS = "this card has no BF16 tensor cores: prompts run as decode windows and stream nothing"
 NO_CARD = "no CUDA device is in use"
 PIN_OPTIONS = (
     "complement_pin_gib",
@@ -61,7 +61,7 @@ def _machine_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
 
 def _prompt_effects(plan: ResolvedPlan) -> list[Effect]:
     request = plan.request
-    if plan.device.kind == "cuda":
+    if request.as_windows and not request.in_chunks:
         return [Effect(name, False, WINDOWS) for name in ("prefill", "prefill_borrow", "prefill_ring")]
     rows = count_of(min(request.chunk_rows, request.max_context), "row")
     shorter = ", all that the context holds" if request.chunk_rows > request.max_context else ""
@@ -123,7 +123,7 @@ def _sharing_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
 def _cpu_share_effect(plan: ResolvedPlan, requested: Requested) -> Effect:
     name, share = "prefill_cpu_share", plan.request.prefill_cpu_share
     if plan.device.kind == "cuda":
-        return Effect(name, False, WINDOWS)
+        return Effect(name, False, "the card computes every expert of a prompt that is read in chunks")
     if not plan.ring_slots:
         some = "the device holds every expert" if plan.num_slots else "the CPU computes every expert where it lies"
         return Effect(name, False, f"prompts stream nothing: {some}")

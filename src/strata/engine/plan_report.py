@@ -20,7 +20,7 @@ from strata.engine.planning import (
     choose_context,
     device_room,
     memory_request,
-    request_of_windows,
+    request_of_card,
 )
 from strata.engine.rates import threads_asked
 from strata.engine.runtime import kv_format
@@ -142,7 +142,9 @@ def plan_subject(subject: PlanSubject, requested: Requested, machine: Machine) -
     room = plan_room(requested, machine)
     context = choose_context(requested, subject.config.max_positions)
     request = memory_request(requested, machine, context, choose_chunk_rows(requested))
-    return planner.plan(subject.shape, request if room.kind == "cpu" else request_of_windows(request), room)
+    if room.kind == "cuda":
+        request = request_of_card(request, requested, subject.shape, room)
+    return planner.plan(subject.shape, request, room)
 
 
 def planned_effects(requested: Requested, machine: Machine) -> list[Effect]:

@@ -12,8 +12,8 @@ from strata.config import BY_NAME, Requested
 from strata.engine.rates import kept_rates
 from strata.errors import ConfigError, MemoryPlanError
 from strata.kernels.cuda.program import MAX_WINDOW
-from strata.kernels.cuda.prompt.frame import EDGE_ROWS, FRAME_ROWS
-from strata.memory.planner import GIB, MIB
+from strata.kernels.cuda.prompt.frame import EDGE_ROWS
+from strata.memory.planner import GIB, MIB, fixed_bytes
 from strata.memory.probe import Machine
 from strata.memory.requests import DeviceRoom, MemoryRequest, ModelShape, PinRequest, pin_arena, pin_complement
 
@@ -29,7 +29,7 @@ __all__ = [
 
 CPU_CHUNK_ROWS = 512  # on the CPU a larger chunk saves no copies: experts are computed where they lie
 HEADROOM_DIVISOR = 4  # free RAM that nobody asked to keep is at most this part of what may be taken
-CHUNK_SHARE = 8  # of a card's room that the rows of an 'auto' chunk may take: the rest caches experts
+CHUNK_SHARE = 6  # part of what is left for experts that the rows of an 'auto' chunk may take
 AUTO_CONTEXT = 8192  # what 'auto' takes of a longer model: KV for more is planned only when asked for
 
 
@@ -117,14 +117,17 @@ def request_of_windows(request: MemoryRequest) -> MemoryRequest:
 
 
 def request_of_card(request: MemoryRequest, requested: Requested, shape: ModelShape, room: DeviceRoom) -> MemoryRequest:
-    """For a card on which prompts run in chunks. 'auto' takes as many rows as its bound allows and an eighth of the
-    room holds: no row's bits depend on it."""
-    rows = requested.prefill.rows
-    if requested.prefill.is_auto and room.free_bytes is not None:
-        rows = min(rows, -(-request.max_context // EDGE_ROWS) * EDGE_ROWS)
-        while rows > FRAME_ROWS and rows * shape.chunk_bytes_per_row > room.free_bytes // CHUNK_SHARE:
-            rows = max(FRAME_ROWS, rows // 2 // EDGE_ROWS * EDGE_ROWS)
-    return replace(request, chunk_rows=rows, pass_rows=MAX_WINDOW, as_windows=True, in_chunks=True)
+    """For a card on which prompts run in chunks. 'auto' takes as many rows as its bound allows and a part of what is
+    left for experts holds: no row's bits depend on it."""
+    request = replace(request, chunk_rows=requested.prefill.rows, pass_rows=MAX_WINDOW, as_windows=True, in_chunks=True)
+    if not requested.prefill.is_auto or room.free_bytes is None:
+        return request
+    fixed = fixed_bytes(shape, replace(request, chunk_rows=0)) + request.vram_reserve_bytes
+    most = max(0, room.free_bytes - fixed) // CHUNK_SHARE // max(1, shape.chunk_bytes_per_row)
+    rows = min(request.chunk_rows, -(-request.max_context // EDGE_ROWS) * EDGE_ROWS)
+    while rows > max(most, EDGE_ROWS):
+        rows = max(EDGE_ROWS, rows // 2 // EDGE_ROWS * EDGE_ROWS)
+    return replace(request, chunk_rows=rows)
 
 
 def pin_request(requested: Requested, rule: PinRequest) -> PinRequest:

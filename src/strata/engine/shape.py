@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["config_shape", "model_shape", "reader_shape"]
 
+AT_ONCE = 64 << 20  # of weights that are being dequantised for a prompt, in between; a layer's stay as BF16
 SPAN = 4096  # positions over which the growth of a round's buffers is taken
 
 
@@ -75,7 +76,7 @@ def _shape(
         round_bytes=max(1, whole - per_token * config.max_positions),
         round_bytes_per_token=per_token,
         chunk_bytes_per_row=config.chunk_bytes(),
-        frame_bytes=max(1, frame - frame_per_token * config.max_positions) + 4 * dense_bytes // num_layers,
+        frame_bytes=max(1, frame - frame_per_token * config.max_positions) + 2 * dense_bytes // num_layers + AT_ONCE,
         frame_bytes_per_token=frame_per_token,
         mailbox_bytes=mailbox_bytes(config.hidden, config.top_k, config.vocabulary) + config.gathered_bytes(MAX_WINDOW),
     )

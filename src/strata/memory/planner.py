@@ -14,7 +14,18 @@ from strata.memory.requests import DeviceRoom, MemoryRequest, ModelShape, RamMod
 from strata.memory.stager_sizing import StagerSizing, size_stager
 from strata.words import count_of
 
-__all__ = ["GIB", "MIB", "PAGE", "ResolvedPlan", "expert_stride", "format_bytes", "plan", "prompt_bytes", "whole_pages"]
+__all__ = [
+    "GIB",
+    "MIB",
+    "PAGE",
+    "ResolvedPlan",
+    "expert_stride",
+    "fixed_bytes",
+    "format_bytes",
+    "plan",
+    "prompt_bytes",
+    "whole_pages",
+]
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -190,6 +201,11 @@ def _fixed_pools(shape: ModelShape, request: MemoryRequest) -> dict[str, int]:
         pools["prompt buffers"] = rows * _buffer_row_bytes(shape)
         pools["expert results"] = rows * _result_row_bytes(shape)
     return pools | {"draft": shape.draft_bytes}
+
+
+def fixed_bytes(shape: ModelShape, request: MemoryRequest) -> int:
+    """What the device holds beside experts and reserve."""
+    return sum(_fixed_pools(shape, request).values())
 
 
 def prompt_bytes(shape: ModelShape, chunk_rows: int, max_context: int) -> int:

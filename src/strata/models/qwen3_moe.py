@@ -64,7 +64,7 @@ class Qwen3MoeConfig:
 
     def frame_bytes(self, max_positions: int, rows: int) -> int:
         q, kv = self.heads * self.head_width, self.kv_heads * self.head_width
-        row = 4 * (6 * self.hidden + 6 * q + 8 * kv + 3 * self.num_experts)
+        row = 4 * (4 * self.hidden + 6 * q + 6 * kv + 2 * self.num_experts)
         return rows * row + (max_positions + rows) * 8 * kv
 
     def gathered_bytes(self, window: int) -> int:

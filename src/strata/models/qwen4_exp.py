@@ -138,8 +138,8 @@ class Qwen4ExpConfig:
 
     def frame_bytes(self, max_positions: int, rows: int) -> int:
         q, kv, wide = self.heads * self.head_width, self.kv_heads * self.head_width, self.streams * self.hidden
-        delta = 6 * self.delta_channels + 4 * self.value_heads * self.value_width
-        row = 4 * (max(7 * wide, delta + 2 * wide, 10 * q + 2 * wide) + 6 * self.hidden + 3 * self.num_experts)
+        delta = 2 * self.delta_channels + 4 * (self.value_heads * self.value_width + self.key_heads * self.key_width)
+        row = 4 * (max(3 * wide, delta, 8 * q) + 4 * self.hidden + 2 * self.num_experts)
         scores = 12 * (max_positions + rows) // self.index_block  # of each row, with one head's beside them
         return rows * (row + scores) + (max_positions + rows) * 8 * kv
 

@@ -85,7 +85,7 @@ def _pieces(weight: Matrix) -> list[tuple[int, int]]:
 def _dequantised(weight: Matrix, first: int, stop: int) -> torch.Tensor:
     """Rows [first, stop) of 8-bit weights, each rounded to BF16 once."""
     assert weight.scales is not None
-    blocks = weight.data[first:stop].unflatten(1, (-1, 32)) * weight.scales[first:stop].float().unsqueeze(-1)
+    blocks = torch.unflatten(weight.data[first:stop], 1, (-1, 32)) * weight.scales[first:stop].float().unsqueeze(-1)
     return blocks.bfloat16().flatten(1)[:, : weight.columns]
 
 
