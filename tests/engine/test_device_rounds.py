@@ -416,7 +416,7 @@ def test_the_plan_counts_what_recorded_rounds_take(packs: dict[str, Path]) -> No
         assert rounds.buffer_bytes <= planned["round buffers"] < 1.5 * rounds.buffer_bytes
         sequence = rounds.state.nbytes - rounds.state.record_bytes
         assert sequence == planned["state"] + planned["KV"]
-        assert "prompt buffers" not in planned
+        assert planned["prompt buffers"] > 0
         before, session = rounds.buffer_bytes, Session(runtime)
         expected = session.read_prompt(ids)
         for rows in (3, 5):  # recorded now, in the blocks of the widest

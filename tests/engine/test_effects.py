@@ -151,12 +151,15 @@ def test_the_share_of_the_link_is_nothing_where_every_expert_has_a_slot() -> Non
         assert found[name] == Effect(name, False, "every expert has a slot: nothing is read over the link")
 
 
-def test_a_card_says_that_it_streams_no_prompt_and_what_it_reads() -> None:
+def test_a_card_says_how_it_reads_prompts_and_what_it_reads_over_the_link() -> None:
     options: dict[str, Any] = {"device": "cuda", "vram_gib": 12}
     found = effects(**options, prefill="1024")
-    windows = "on a card prompts run as decode windows and stream nothing"
-    for name in ("prefill", "prefill_borrow", "prefill_ring", "prefill_cpu_share"):
-        assert found[name] == Effect(name, False, windows)
+    assert found["prefill"] == Effect("prefill", True, "chunks of up to 1,024 rows")
+    assert "prefill_borrow" not in found
+    every = "the card computes every expert of a prompt that is read in chunks"
+    assert found["prefill_cpu_share"] == Effect("prefill_cpu_share", False, every)
+    reserved = effects(**options, expert_cache=0)["prefill_borrow"]
+    assert reserved == Effect("prefill_borrow", False, "the cache has no slot to lend: 64 slots are reserved")
     by_rates = "auto: the card reads the link's part of what link and RAM give together, measured while loading"
     assert found["pcie_frac"] == Effect("pcie_frac", True, by_rates)
     assert effects(**options, pcie_frac=0.4)["pcie_frac"].why == "the card reads 40 %"

@@ -65,7 +65,11 @@ def _prompt_effects(plan: ResolvedPlan) -> list[Effect]:
         return [Effect(name, False, WINDOWS) for name in ("prefill", "prefill_borrow", "prefill_ring")]
     rows = count_of(min(request.chunk_rows, request.max_context), "row")
     shorter = ", all that the context holds" if request.chunk_rows > request.max_context else ""
-    return [Effect("prefill", True, f"chunks of up to {rows}{shorter}")]
+    found = [Effect("prefill", True, f"chunks of up to {rows}{shorter}")]
+    if request.in_chunks and plan.num_slots == 0 and plan.ring_slots:
+        reserved = f"the cache has no slot to lend: {count_of(plan.ring_slots, 'slot')} are reserved"
+        found.append(Effect("prefill_borrow", False, reserved))
+    return found
 
 
 def _memory_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:

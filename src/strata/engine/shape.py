@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["config_shape", "model_shape", "reader_shape"]
 
 AT_ONCE = 64 << 20  # of weights that are being dequantised for a prompt, in between; a layer's stay as BF16
+LIBRARY_BYTES = 32 << 20  # workspace of the library's products, for each pass: it has a thread of its own
 SPAN = 4096  # positions over which the growth of a round's buffers is taken
 
 
@@ -75,7 +76,7 @@ def _shape(
         kv_bytes_per_token=config.position_bytes(kv),
         round_bytes=max(1, whole - per_token * config.max_positions),
         round_bytes_per_token=per_token,
-        chunk_bytes_per_row=config.chunk_bytes(),
+        chunk_bytes_per_row=config.chunk_bytes() + LIBRARY_BYTES // FRAME_ROWS,
         frame_bytes=max(1, frame - frame_per_token * config.max_positions) + 2 * dense_bytes // num_layers + AT_ONCE,
         frame_bytes_per_token=frame_per_token,
         mailbox_bytes=mailbox_bytes(config.hidden, config.top_k, config.vocabulary) + config.gathered_bytes(MAX_WINDOW),
