@@ -11,7 +11,8 @@ from strata.config_sources import resolve
 from strata.engine.plan_report import plan_subject
 from strata.engine.plan_subject import find_subject
 from strata.engine.planning import headroom_bytes
-from strata.memory.probe import Machine
+from strata.memory.planner import ResolvedPlan
+from strata.memory.probe import Gpu, Machine
 
 GIB = 1 << 30
 
@@ -47,3 +48,29 @@ def test_the_built_in_model_is_planned_on_a_machine_with_little_free_ram(free_mi
     assert plan.mode == "arena"
     assert plan.ram["headroom"] == free // 4
     assert plan.ram_bytes <= free
+
+
+def plan_of_card(vram_gib: int, **options: str) -> ResolvedPlan:
+    card = Gpu("a card", vram_gib * GIB, vram_gib * GIB, "600.1")
+    machine = Machine("", 8, 128 * GIB, 120 * GIB, "free RAM", None, (card,), ())
+    requested = resolve(command_line={"device": "cuda", "vram_gib": str(vram_gib), **options})
+    return plan_subject(find_subject("flash-next", "bf16"), requested, machine)
+
+
+def test_a_chunk_of_a_card_is_as_large_as_its_option_allows_and_the_room_for_experts_holds() -> None:
+    """Buffers are planned before anything is taken, and 'auto' gives way to a small card; a number does not."""
+    large, small = plan_of_card(32, max_context="40960"), plan_of_card(10)
+    assert large.request.chunk_rows == 8192
+    assert 512 <= small.request.chunk_rows < 8192
+    assert small.request.chunk_rows % 512 == 0
+    for plan in (large, small):
+        assert plan.vram["prompt buffers"] > plan.request.chunk_rows * 10 * 2560 * 2  # the experts' outputs alone
+        assert plan.vram_bytes <= plan.device.free_bytes
+        assert plan.ring_slots > 0
+        assert plan.ring_borrowed
+    assert 8192 < plan_of_card(32, max_context="40960", prefill="auto:32768").request.chunk_rows <= 32768
+    assert plan_of_card(32, max_context="40960", prefill="32768").request.chunk_rows == 32768
+    assert plan_of_card(32, prefill="700").request.chunk_rows == 700
+    none = plan_of_card(32, expert_cache="0")
+    assert not none.ring_borrowed
+    assert none.num_device_slots == none.ring_slots == 64
