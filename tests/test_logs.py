@@ -72,3 +72,19 @@ def test_lines_are_written_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         advance(1 << 19)
         write_line("[1/2] words stay as they are")
     assert "[1/2] words stay as they are\n" in screen.getvalue()
+
+
+def test_a_bar_within_a_bar_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal is drawn on
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stderr", screen)
+    with bar("Packing", 10, enabled=True) as outer:
+        with bar("GPU kernels", 4, enabled=True) as inner:
+            inner(3)
+            write_line("words")
+        outer(10)
+        write_line("more words")
+    drawn = screen.getvalue()
+    assert "words\n" in drawn
+    assert "more words\n" in drawn
+    assert drawn.index("GPU kernels") < drawn.rindex("Packing")

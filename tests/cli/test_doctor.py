@@ -13,7 +13,7 @@ import pytest
 from strata.cli.app import main
 from strata.engine.diagnosis import Finding, diagnose
 from strata.kernels.cpu import library
-from strata.kernels.cuda.compile import compile_kernels, list_kernels
+from strata.kernels.cuda.compile import compile_kernels, list_kernels, list_units
 from strata.memory.limits import MemoryLimit
 from strata.memory.probe import Gpu, Machine
 from strata.memory.surroundings import Surroundings, try_lock, view_surroundings
@@ -92,8 +92,8 @@ def test_a_card_is_shown_with_what_cuda_says_of_it(monkeypatch: pytest.MonkeyPat
     assert all(word in cuda.text for word in ("cuda:0 is Fake 9000, sm_90, 12", "CUDA 13.0", "nvrtc 13.0"))
     assert "2 s" in cuda.hint
     assert "path 1" in found["page-locking"][0].text
-    count = len(list_kernels())
-    assert f"0 of {count} files are compiled for sm_90" in found["GPU kernels"][0].text
+    count = len(list_units(list_kernels()))
+    assert f"0 of {count} files and parts of files are compiled for sm_90" in found["GPU kernels"][0].text
     compile_kernels(["nothing"], 90, (13, 0))
     assert f"1 of {count} files" in find(WITH_CARD)["GPU kernels"][0].text
     assert len(fake.compiled) == 1

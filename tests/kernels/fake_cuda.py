@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from strata.kernels.cuda import compile as compiling
+
 Result = tuple[Any, ...]
 
 
@@ -188,6 +190,7 @@ class FakeCuda:
         for name, module in modules.items():
             monkeypatch.setitem(__import__("sys").modules, name, module)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(compiling, "start_compiler", compiling.InThisProcess)
         return self
 
     def _counted(self, name: str, method: Callable[..., Result]) -> Callable[..., Result]:

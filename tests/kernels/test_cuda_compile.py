@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from strata.errors import ConfigError, EngineError
 from strata.kernels.cuda import compile as compiling
-from strata.kernels.cuda.compile import KernelSource, compile_kernels, compile_source, count_kept, list_kernels
+from strata.kernels.cuda.compile import (
+    InWorker,
+    KernelSource,
+    compile_kernels,
+    compile_source,
+    count_kept,
+    list_kernels,
+    list_units,
+)
 from strata.paths import Home
 from tests.kernels.fake_cuda import FakeCuda
 
@@ -124,3 +138,144 @@ def test_every_kernel_of_the_package_finds_its_headers() -> None:
     assert {"expert", "nothing"} <= set(names)
     for name in names:
         assert KernelSource.read(name).text
+
+
+def test_a_file_with_parts_is_compiled_apart(fake: FakeCuda, sources: Path, home: Home) -> None:
+    (sources / "b.cu").write_text(
+        "#if STRATA_IN(0)\nkernel x\n#endif\n#if STRATA_IN(1)\n#endif\n#if STRATA_IN(0)\n#endif\n"
+    )
+    assert {unit.unit for unit in list_units(["b", "a"])} == {"a", "b-0", "b-1"}
+    assert list_units(["b", "a"])[-1].unit == "b-1"
+    found = compile_kernels(["a", "b"], 90, DRIVER, home)
+    assert {unit: one.file for unit, one in found.items()} == {"a": "a", "b-0": "b", "b-1": "b"}
+    told = [options[3:] for source, _, options in fake.compiled if b"STRATA_IN" in source]
+    assert sorted(told) == [(b"--define-macro=STRATA_PART=0",), (b"--define-macro=STRATA_PART=1",)]
+    assert count_kept(90, DRIVER, home) == (3, 3)
+    next(home.kernels.glob("b-1-*.cubin")).unlink()
+    again = compile_kernels(["a", "b"], 90, DRIVER, home)
+    assert {unit: one.origin for unit, one in again.items()} == {"a": "kept", "b-0": "kept", "b-1": "compiled"}
+
+
+class Compiler:
+    """Stands in for a process. ``units``: what all of them were given, in order."""
+
+    def __init__(self, units: list[str], together: threading.Barrier) -> None:
+        self.units, self.together, self.closed = units, together, False
+
+    def compile(self, unit: KernelSource, architecture: int, defines: Sequence[str]) -> bytes:
+        self.units.append(unit.unit)
+        self.together.wait(60)
+        return unit.unit.encode()
+
+    def close(self) -> None:
+        self.closed = True
+        self.together.abort()
+
+
+@pytest.fixture
+def many(fake: FakeCuda, sources: Path) -> list[str]:
+    """Files a to h, the later the longer."""
+    names = list("abcdefgh")
+    for number, name in enumerate(names):
+        (sources / f"{name}.cu").write_text("//" + "x" * number * 100)
+    return names
+
+
+def test_all_processors_compile_longest_first_and_it_is_said(
+    many: list[str], home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    units: list[str] = []
+    made: list[Compiler] = []
+    together = threading.Barrier(4)  # nobody goes on before four are at work
+    monkeypatch.setattr(compiling, "usable_processors", lambda: 4)
+    monkeypatch.setattr(compiling, "start_compiler", lambda: made.append(Compiler(units, together)) or made[-1])
+    with caplog.at_level(logging.INFO):
+        found = compile_kernels(many, 90, DRIVER, home)
+    assert {name: one.image for name, one in found.items()} == {name: name.encode() for name in many}
+    assert len(made) == 4
+    assert all(one.closed for one in made)
+    assert sorted(units[:4]) == ["e", "f", "g", "h"]
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first == "compiling 8 GPU kernel files for sm_90 on 4 processors, once for this card and driver"
+    assert last.startswith("compiled 8 GPU kernel files for sm_90 in 0.")
+    caplog.clear()
+    compile_kernels(many, 90, DRIVER, home)
+    assert not caplog.records, "what is kept is not worth a line"
+
+
+def test_the_first_error_ends_all_compilers(many: list[str], home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Compiler] = []
+
+    class Failing(Compiler):
+        def compile(self, unit: KernelSource, architecture: int, defines: Sequence[str]) -> bytes:
+            if unit.unit == "h":
+                raise EngineError("h.cu does not compile")
+            try:
+                return super().compile(unit, architecture, defines)
+            except threading.BrokenBarrierError:
+                raise EngineError("ended") from None
+
+    monkeypatch.setattr(compiling, "usable_processors", lambda: 4)
+    together = threading.Barrier(5)  # never: the others work until they are ended
+    monkeypatch.setattr(compiling, "start_compiler", lambda: made.append(Failing([], together)) or made[-1])
+    with pytest.raises(EngineError, match=r"h\.cu does not compile"):
+        compile_kernels(many, 90, DRIVER, home)
+    assert all(one.closed for one in made)
+    assert not home.kernels.exists()
+
+
+def test_a_worker_compiles_as_this_process_does() -> None:
+    worker, source = InWorker(), KernelSource.read("nothing")
+    try:
+        assert worker.compile(source, 90, ()) == compile_source(source, 90)
+        assert worker.compile(source, 90, ("STRATA_STAMPED",)) == compile_source(source, 90, None, ("STRATA_STAMPED",))
+        with pytest.raises(EngineError, match=r'x\.cu does not compile for sm_90: x\.cu\(1\): error: identifier "y"'):
+            worker.compile(KernelSource("x", b"__device__ int x = y;", {}), 90, ())
+        assert worker.compile(source, 89, ()) == compile_source(source, 89), "an error does not end it"
+        os.kill(worker._process.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"the process that compiles nothing\.cu ended \(status -9\)"):
+            worker.compile(source, 90, ())
+    finally:
+        worker.close()
+
+
+def test_where_no_process_starts_this_one_compiles(sources: Path, home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sources / "b.cu").write_text('extern "C" __global__ void b() {}\n')
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert compile_kernels(["b"], 90, DRIVER, home)["b"].image[:4] == b"\x7fELF"
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from strata import interrupts
+interrupts.begin()
+from strata.kernels.cuda import compile as compiling
+from strata.paths import Home
+interrupts.in_order()
+start = compiling.start_compiler
+def tell():
+    started = start()
+    print(started._process.pid, flush=True)
+    return started
+compiling.start_compiler = tell
+try:
+    compiling.compile_kernels(["linear", "pointwise"], 90, (13, 0), Home(Path(sys.argv[1])))
+except KeyboardInterrupt:
+    interrupts.tell()
+    interrupts.end()
+    raise SystemExit(interrupts.STATUS)
+"""
+
+
+def test_an_interruption_ends_the_compilers_and_leaves_nothing_half(home: Home) -> None:
+    words = [sys.executable, "-c", INTERRUPTED, str(home.root)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())  # at work for seconds
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=120)
+    assert (process.returncode, told) == (130, b"strata: interrupted\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+    assert all(path.suffix == ".cubin" for path in home.root.rglob("*") if path.is_file())

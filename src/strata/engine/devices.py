@@ -32,6 +32,7 @@ __all__ = [
     "RoundDevice",
     "card_room",
     "choose_card",
+    "compile_kernels",
     "give_back_tensors",
     "has_tensor_cores",
     "hold_to_plan",
@@ -81,6 +82,14 @@ def open_device(requested: Requested, card: Card) -> CudaDevice:
     opened = cuda_device.open_device(card.index, cap_bytes=cap)
     logger.info("%s", opened.describe())
     return opened
+
+
+def compile_kernels(device: RoundDevice) -> None:
+    """All of a card's kernels at once, where its machine code is not kept yet. Raises ``EngineError``."""
+    from strata.kernels.cuda.cuda_device import CudaDevice
+
+    if isinstance(device, CudaDevice):
+        device.machine.compile_all()
 
 
 def give_back_tensors() -> None:

@@ -185,7 +185,10 @@ def _find_cuda() -> Iterator[Finding]:
             yield Finding("GPU kernels", error.message, "bad", error.hint)
             continue
         rest = "" if kept == all_of_them else "; the others are compiled at the first start, some seconds each"
-        yield Finding("GPU kernels", f"{kept} of {all_of_them} files are compiled for sm_{card.architecture}{rest}")
+        yield Finding(
+            "GPU kernels",
+            f"{kept} of {all_of_them} files and parts of files are compiled for sm_{card.architecture}{rest}",
+        )
 
 
 def _find_library() -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from strata.engine.devices import (
     RoundDevice,
     card_room,
     choose_card,
+    compile_kernels,
     give_back_tensors,
     has_tensor_cores,
     named_refusals,
@@ -186,6 +187,9 @@ class Runtime:
                     opened_card = open_device(requested, card)
                     owned.callback(opened_card.close)
                     device = opened_card
+            if device is not None:
+                with stages.of("kernels"):  # before memory is planned and taken: the compiler needs some
+                    compile_kernels(device)
             with stages.of("plan"):
                 plan = make_plan(opened, requested, machine, device)
             for line in plan.lines():

@@ -28,6 +28,7 @@ __all__ = [
     "patience_us",
     "statistics",
     "threads",
+    "usable_processors",
 ]
 
 _SYSTEM = Path("/sys/devices/system")
@@ -107,6 +108,11 @@ def default_threads(busy: int = 0) -> int:
     allowed = _allowed()
     cores = len({core for _, core in allowed.values()})
     return max(1, min(cores, math.floor(min(len(allowed), _quota())) - busy))
+
+
+def usable_processors() -> int:
+    """Processors that this process may keep busy: those of its affinity mask, at most what the group's quota grants."""
+    return max(1, math.floor(min(len(os.sched_getaffinity(0)), _quota())))
 
 
 def configure(asked: int | None = None, busy: int = 0) -> int:

@@ -6,6 +6,7 @@
 #include "delta.h"
 #include "delta_head.h"
 #include "device.h"
+#include "parts.h"
 #include "rows.h"
 
 using namespace strata;
@@ -247,12 +248,16 @@ __device__ void step(const Inputs& inputs, const DeltaStep& s, float* weights) {
         step<SLICE>(inputs, s, reinterpret_cast<float*>(room));                                                       \
     }
 
+#if STRATA_IN(1)
+STRATA_DELTA_STEP(64)
+#endif
+#if STRATA_IN(0)
 STRATA_DELTA_STEP(8)
 STRATA_DELTA_STEP(32)
-STRATA_DELTA_STEP(64)
 
 extern "C" __global__ void __launch_bounds__(kHeadThreads, 1)
     delta_step_head(Inputs inputs, const HeadStep s, const device::Ahead ahead) {
     extern __shared__ float4 room[];
     head_step(inputs, s, ahead, room);
 }
+#endif

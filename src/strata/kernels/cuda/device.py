@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from strata.errors import EngineError
-from strata.kernels.cuda.compile import compile_kernels
+from strata.kernels.cuda.compile import Compiled, compile_kernels, list_kernels
 from strata.kernels.cuda.driver import CudaContext, ask
 from strata.kernels.cuda.program import Address, Argument, Launch, TimedLaunch
 from strata.paths import Home
@@ -115,8 +115,10 @@ class CudaMachine:
         self.multiprocessors = context.card.multiprocessors
         self.cache_bytes = context.card.cache_bytes
         self._home = home
-        self._modules: dict[str, Any] = {}
+        self._compiled: dict[str, Compiled] = {}  # by unit
+        self._modules: dict[str, list[Any]] = {}  # of a file: one, or one a part
         self._functions: dict[str, Any] = {}
+        self._places: dict[str, tuple[str, int]] = {}  # of a function: its file and part
         self._granted_shared: dict[str, int] = {}
         self.load_ms = 0.0
         self.overlaps = context.card.architecture >= OVERLAP_ARCHITECTURE
@@ -131,17 +133,30 @@ class CudaMachine:
         make: Callable[..., torch.cuda.Stream] = torch.cuda.ExternalStream
         return make(self.stream, device=self.device)
 
+    def compile_all(self) -> None:
+        """Has the machine code of every kernel file at hand: what a start waits for happens at once, side by side."""
+        self._compile(list_kernels())
+
+    def _compile(self, names: Sequence[str]) -> None:
+        known = {one.file for one in self._compiled.values()}
+        card, new = self.context.card, [name for name in names if name not in known]
+        if new:
+            self._compiled |= compile_kernels(new, card.architecture, card.cuda, self._home, self._defines)
+
     def load(self, names: Sequence[str]) -> None:
         """Compiles or reads the kernel files ``names`` and loads them whole. Raises ``EngineError``."""
         missing = sorted(set(names) - set(self._modules))
         if not missing:
             return
         began = time.perf_counter()
-        card, driver = self.context.card, self.context.driver
-        compiled = compile_kernels(missing, card.architecture, card.cuda, self._home, self._defines)
+        self._compile(missing)
         self.context.use()
-        for name, one in compiled.items():
-            self._modules[name] = ask(driver.cuModuleLoadData(one.image), f"loading {name}.cu")
+        for name in missing:
+            units = sorted(unit for unit, one in self._compiled.items() if one.file == name)
+            self._modules[name] = []
+            for unit in units:
+                code = self._compiled[unit].image
+                self._modules[name].append(ask(self.context.driver.cuModuleLoadData(code), f"loading {name}.cu"))
         self.load_ms += (time.perf_counter() - began) * 1000
 
     def function(self, kernel: str) -> Any:
@@ -151,10 +166,19 @@ class CudaMachine:
             self.load([name])
             self.context.use()
             driver = self.context.driver
-            found = ask(driver.cuModuleGetFunction(self._modules[name], entry.encode()), f"finding {kernel}")
+            self._places[kernel], found = self._find(name, entry)
             ask(driver.cuFuncLoad(found), f"loading {kernel}")  # never at its first launch: see the module's page
             self._functions[kernel] = found
         return self._functions[kernel]
+
+    def _find(self, name: str, entry: str) -> tuple[tuple[str, int], Any]:
+        """Which part of a file holds an entry, as (file, number), and the function."""
+        driver, modules = self.context.driver, self._modules[name]
+        for part, module in enumerate(modules):
+            answer = driver.cuModuleGetFunction(module, entry.encode())
+            if answer[0] != driver.CUresult.CUDA_ERROR_NOT_FOUND or part == len(modules) - 1:
+                return (name, part), ask(answer, f"finding {name}.{entry}")
+        raise AssertionError(f"{name}.cu was loaded without a module")
 
     def prepare(self, launches: list[Launch]) -> CapturedGraph:
         """Loads every kernel and captures the launches, in order, as one graph. Raises ``EngineError``."""
@@ -202,31 +226,34 @@ class CudaMachine:
 
     def _time_once(self, launches: list[Launch]) -> list[TimedLaunch]:
         graph = self.prepare([*launches, Launch("nothing.nothing", (1, 1, 1), 32, 0, ())])
-        files = [launch.kernel.partition(".")[0] for launch in launches]
+        names = [*(launch.kernel for launch in launches), "nothing.nothing"]
+        modules = [self._places[name] for name in names]  # each notes the times of its own kernels
         try:
-            logs = {name: self._find_stamps(name) for name in {*files, "nothing"}}
+            logs = {place: self._find_stamps(*place) for place in set(modules)}
             for count, _ in logs.values():
                 self._copy_to(count, np.zeros(1, np.uint32))
             graph.run()
             self.synchronize()
-            read = {name: self._read_stamps(*log) for name, log in logs.items()}
+            read = {place: self._read_stamps(*log) for place, log in logs.items()}
         finally:
             graph.close()
-        for name, stamps in read.items():
-            if len(stamps) != files.count(name) + (name == "nothing"):
-                raise EngineError(f"{name}.cu noted {len(stamps)} times for {files.count(name)} launches")
-        stamps_of = {name: iter(stamps.tolist()) for name, stamps in read.items()}
-        times = [next(stamps_of[name]) for name in [*files, "nothing"]]
+        for place, stamps in read.items():
+            launched = modules.count(place)
+            if len(stamps) != launched:
+                raise EngineError(f"{place[0]}.cu noted {len(stamps)} times for {launched} launches")
+        stamps_of = {place: iter(stamps.tolist()) for place, stamps in read.items()}
+        times = [next(stamps_of[place]) for place in modules]
         return [
             TimedLaunch(launch.kernel, launch.grid, launch.block, (after - before) / 1000)
             for launch, (before, after) in zip(launches, pairwise(times), strict=True)
         ]
 
-    def _find_stamps(self, name: str) -> tuple[int, int]:
-        """Addresses of a file's count and of its times (``device.h``: STRATA_STAMPED)."""
+    def _find_stamps(self, name: str, part: int) -> tuple[int, int]:
+        """Addresses of a module's count and of its times (``device.h``: STRATA_STAMPED)."""
         driver, found = self.context.driver, []
         for symbol in (b"stamp_count", b"stamps"):
-            found.append(ask(driver.cuModuleGetGlobal(self._modules[name], symbol), f"finding what {name}.cu notes"))
+            module = self._modules[name][part]
+            found.append(ask(driver.cuModuleGetGlobal(module, symbol), f"finding what {name}.cu notes"))
         return int(found[0][0]), int(found[1][0])
 
     def _read_stamps(self, count: int, stamps: int) -> NDArray[np.uint64]:
@@ -289,10 +316,12 @@ class CudaMachine:
         self.context.use()
         driver.cuStreamSynchronize(stream)
         driver.cuStreamDestroy(stream)
-        for module in self._modules.values():
-            driver.cuModuleUnload(module)
+        for modules in self._modules.values():
+            for module in modules:
+                driver.cuModuleUnload(module)
         self._modules.clear()
         self._functions.clear()
+        self._places.clear()
 
     def _ready(self, launches: Sequence[Launch]) -> None:
         """Everything a launch needs that must not happen between launches: loading, and shared memory granted."""

@@ -4,6 +4,7 @@
 #include "exact.h"
 #include "device.h"
 #include "expert_work.h"
+#include "parts.h"
 
 using namespace strata::experts;
 namespace device = strata::device;
@@ -35,6 +36,7 @@ __device__ __forceinline__ bool quantise_lanes(float x, unsigned lanes, signed c
     return group.finite;
 }
 
+#if STRATA_IN(0)
 // Rows of x [T, hidden] to codes [T, padded] and scales [T, padded / 16], padded a multiple of 64. One block a row.
 extern "C" __global__ void quantise_rows(const float* x, int hidden, int padded, signed char* codes, float* scales,
                                          unsigned char* flags) {
@@ -47,6 +49,7 @@ extern "C" __global__ void quantise_rows(const float* x, int hidden, int padded,
             flags[row] = 1;
     }
 }
+#endif
 
 // silu(gate) * up of a column, gate in lanes 0..15, up in lanes 16..31; the result is in both. Columns of padding are
 // zero, whatever its bytes are.
@@ -218,8 +221,12 @@ __device__ __forceinline__ void down(const Shape& shape, const Task* tasks, cons
         down<FORMAT>(shape, tasks, rows, slots, inner, inner_scales, out, flags, num_tasks);                          \
     }
 
+#if STRATA_IN(1)
 STRATA_EXPERT_KERNELS(nvfp4, Nvfp4)
+#endif
+#if STRATA_IN(0)
 STRATA_EXPERT_KERNELS(q8_0, Q8)
+#endif
 
 // BF16 experts: activations stay FP32 and every weight is one fused multiply-add, in order. A lane has a row of a pair;
 // the weights of a superblock are under way at once. `width`: of x; weights behind it become zeros, whatever they are.
@@ -300,6 +307,7 @@ __device__ void down_rows_bf16(const Shape& shape, const Task& task, int first, 
     __syncthreads();
 }
 
+#if STRATA_IN(0)
 // As the kernels above. `x` FP32 [rows, hidden], `inner` FP32 [picks, narrow * 64], zero where the width is padded.
 extern "C" __global__ void __launch_bounds__(320, 2)
     bf16_gate_up(Shape shape, const Task* tasks, const int* rows, const float* x, float* inner, unsigned char* flags,
@@ -345,3 +353,4 @@ extern "C" __global__ void combine_parts(const float* parts, const float* weight
     y[row * hidden + i] = finite ? total : 0.0f;
     if (!finite) flags[row] = 1;
 }
+#endif

@@ -1,5 +1,6 @@
 // Products of 1 to 8 rows with dense weights (q8_0, BF16, FP32): several matrices over the same rows in one launch, and
 // the embedding. Bound by reading the weights once: bytes = O x I x (1.0625, 2 or 4).
+#include "parts.h"
 #include "products.h"
 
 using namespace strata;
@@ -15,14 +16,23 @@ using namespace strata::rows;
         linears<T, R, AHEAD, KIND>(a, all, blockIdx.x, gridDim.x, room);                                     \
     }
 
-STRATA_LINEARS(1, 1, 10, 320, 2, kAsIs, )
-STRATA_LINEARS(1, 2, 5, 256, 2, kAsIs, )
-STRATA_LINEARS(1, 1, 8, 320, 2, kAny, _any)
-STRATA_LINEARS(1, 2, 5, 256, 2, kAny, _any)
+#if STRATA_IN(0)
+STRATA_LINEARS(8, 4, 3, 256, 1, kAny, _any)
+#endif
+#if STRATA_IN(1)
 STRATA_LINEARS(2, 2, 5, 256, 2, kAsIs, )
 STRATA_LINEARS(2, 2, 5, 256, 2, kAny, _any)
+#endif
+#if STRATA_IN(2)
+STRATA_LINEARS(1, 1, 10, 320, 2, kAsIs, )
+STRATA_LINEARS(1, 2, 5, 256, 2, kAsIs, )
+#endif
+#if STRATA_IN(3)
+STRATA_LINEARS(1, 1, 8, 320, 2, kAny, _any)
+STRATA_LINEARS(1, 2, 5, 256, 2, kAny, _any)
+#endif
+#if STRATA_IN(4)
 STRATA_LINEARS(4, 4, 3, 256, 1, kAny, _any)
-STRATA_LINEARS(8, 4, 3, 256, 1, kAny, _any)
 
 // y[t] = row ids[t] of the table as FP32, one block a row of the window. Ids outside are those of the nearest row.
 extern "C" __global__ void embedding(Inputs inputs, const unsigned char* data, const unsigned short* scales, int format,
@@ -43,3 +53,4 @@ extern "C" __global__ void embedding(Inputs inputs, const unsigned char* data, c
         y[static_cast<long long>(t) * columns + i] = value;
     }
 }
+#endif

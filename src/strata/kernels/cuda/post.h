@@ -317,14 +317,17 @@ __device__ void split_rows(const PostShape& shape, const PostTables& tables, con
     count(state, totals[kHit], totals[kAlias], totals[kCpu]);
 }
 
-// Routes the rows, splits the picks, and posts the CPU's part if there is one. By one block.
+// Routes the rows, splits the picks, and posts the CPU's part if there is one. By one block. `kMayBeOne`: there may be one
+// row; no code for a single one is compiled else.
+template <bool kMayBeOne>
 __device__ void post(const PostShape& shape, const PostTables& tables, const PostList& list, const PostMail& mail,
                      const Router& router, const float* x, RoundState* state) {
     __shared__ strata::rows::ChunkPicks room;
     __shared__ LayerTables layer;
     __shared__ int cpu[2];  // tasks, picks
     const int p = threadIdx.x;
-    const bool is_one = shape.rows == 1 && shape.top_k <= strata::rows::kBlockPicks && shape.num_experts <= kMostExperts;
+    const bool is_one = kMayBeOne && shape.rows == 1 && shape.top_k <= strata::rows::kBlockPicks &&
+                        shape.num_experts <= kMostExperts;
     const bool may_miss = __syncthreads_or(is_one && read_tables(shape, tables, layer)) != 0;
     device::wait_for_previous();
     const unsigned aborted = *static_cast<const volatile unsigned*>(&state->aborted);  // under way; used late

@@ -7,6 +7,7 @@
 #include "exact.h"
 #include "mailbox.h"
 #include "device.h"
+#include "parts.h"
 #include "post.h"
 #include "products.h"
 
@@ -16,6 +17,7 @@ using strata::rows::Activations;
 using strata::rows::Matrices;
 namespace device = strata::device;
 
+#if STRATA_IN(5)
 // Copies the inputs that the host wrote (ticket, limit in microseconds, then the round's `count` words) and resets what
 // belongs to a round. One block.
 extern "C" __global__ void begin(const int* host, int* inputs, int count, RoundState* state, int exchanges,
@@ -33,6 +35,7 @@ extern "C" __global__ void begin(const int* host, int* inputs, int count, RoundS
             device::nanoseconds() + static_cast<unsigned long long>(static_cast<unsigned>(host[1])) * 1000ull;
     }
 }
+#endif
 
 // A layer's experts begin: block 0 routes, splits and posts, kQuantisers blocks a row quantise it, and the blocks behind
 // compute products that wait for nothing else (a shared expert's last one; none: all.groups 0). Threads: at least as many as
@@ -52,7 +55,7 @@ extern "C" __global__ void begin(const int* host, int* inputs, int count, RoundS
             return;                                                                                               \
         }                                                                                                         \
         if (blockIdx.x == 0) {                                                                                    \
-            post(shape, tables, list, mail, router, x, state);                                                    \
+            post<T == 1>(shape, tables, list, mail, router, x, state);                                            \
             return;                                                                                               \
         }                                                                                                         \
         device::wait_for_previous();                                                                              \
@@ -60,11 +63,23 @@ extern "C" __global__ void begin(const int* host, int* inputs, int count, RoundS
                      flags);                                                                                      \
     }
 
-STRATA_ROUTE(1, 1, 6, 320, 2)
-STRATA_ROUTE(1, 2, 3, 256, 2)
-STRATA_ROUTE(2, 2, 3, 256, 2)
-STRATA_ROUTE(4, 4, 3, 256, 1)
+#if STRATA_IN(0)
 STRATA_ROUTE(8, 4, 3, 256, 1)
+#endif
+#if STRATA_IN(1)
+STRATA_ROUTE(4, 4, 3, 256, 1)
+#endif
+#if STRATA_IN(2)
+STRATA_ROUTE(1, 1, 6, 320, 2)
+#endif
+#if STRATA_IN(3)
+STRATA_ROUTE(2, 2, 3, 256, 2)
+#endif
+#if STRATA_IN(4)
+STRATA_ROUTE(1, 2, 3, 256, 2)
+#endif
+
+#if STRATA_IN(5)
 
 struct CombineShape {
     int hidden, top_k, layer, exchange;
@@ -215,3 +230,4 @@ extern "C" __global__ void publish(const float* logits, float* host_logits, int 
         box->ended = static_cast<unsigned>(inputs_ticket[0]);
     }
 }
+#endif

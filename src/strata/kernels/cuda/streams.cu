@@ -4,6 +4,7 @@
 #include "device.h"
 #include "linear.h"
 #include "mixer.h"
+#include "parts.h"
 #include "rows.h"
 
 using namespace strata;
@@ -197,14 +198,18 @@ __device__ void mix_up_whole(const Mixer& m, float4* memory) {
         mix_up_whole<T, IS_Q8>(m, room);                                                                  \
     }
 
-STRATA_MIXER(1, q8_0, true)
-STRATA_MIXER(2, q8_0, true)
-STRATA_MIXER(4, q8_0, true)
-STRATA_MIXER(8, q8_0, true)
+#if STRATA_IN(0)
 STRATA_MIXER(1, bf16, false)
 STRATA_MIXER(2, bf16, false)
 STRATA_MIXER(4, bf16, false)
 STRATA_MIXER(8, bf16, false)
+#endif
+#if STRATA_IN(1)
+STRATA_MIXER(1, q8_0, true)
+STRATA_MIXER(2, q8_0, true)
+STRATA_MIXER(4, q8_0, true)
+STRATA_MIXER(8, q8_0, true)
+#endif
 
 // Any other shape and format.
 #define STRATA_ANY_MIXER(T, DOWN_AHEAD, UP_AHEAD)                                                         \
@@ -223,8 +228,13 @@ STRATA_MIXER(8, bf16, false)
         mix_up<T, UP_AHEAD>(m, padded, room);                                                             \
     }
 
-STRATA_ANY_MIXER(1, 5, 2)
+#if STRATA_IN(2)
 STRATA_ANY_MIXER(8, 5, 1)
+#endif
+
+#if STRATA_IN(3)
+STRATA_ANY_MIXER(1, 5, 2)
+
 
 // x_s + c_s * y.
 extern "C" __global__ void hyper_add(const float* x, const float* c, const float* y, int rows, int streams, int columns,
@@ -303,3 +313,4 @@ extern "C" __global__ void ngram_gate(const float* key, const float* value, cons
         }
     }
 }
+#endif
