@@ -22,7 +22,7 @@ from typing import NamedTuple, cast
 
 from strata import version
 from strata.errors import ConfigError
-from strata.files import atomic_write
+from strata.files import atomic_write, read_regular
 
 __all__ = ["LARGEST", "Figure", "Record", "check_folder", "measured", "read_kept", "record_path", "written_to"]
 
@@ -138,7 +138,7 @@ def read_kept(path: Path) -> KeptRecord | None:
     if not path.exists():
         return None
     try:
-        table = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        table = json.loads(read_regular(path), parse_constant=_refuse_constant)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "make it readable, or move it away") from error
     except (ValueError, RecursionError) as error:

@@ -19,8 +19,9 @@ from typing import Any
 
 from strata.config import BY_NAME, ENVIRONMENT_PREFIX, OPTIONS, OTHER_VARIABLES, Option, Origin, Requested
 from strata.errors import ConfigError
+from strata.files import read_regular
 from strata.option_values import format_value
-from strata.paths import find_home
+from strata.paths import find_home, refuse_foreign_bytes
 
 __all__ = ["Effect", "format_configuration", "resolve", "resolve_here", "unknown_variables"]
 
@@ -38,6 +39,7 @@ def suggest(word: str, among: Iterable[str]) -> str:
 def parse_option(one: Option, value: object, where: str) -> object:
     """Parses text, or checks a typed value by way of its text. Raises ConfigError naming option, value and origin."""
     text = value if isinstance(value, str) else text_of(value)
+    refuse_foreign_bytes(f"{one.spelling} ({where})", text)
     try:
         parsed = one.parse(text)
         if isinstance(value, bool) and not isinstance(parsed, bool):
@@ -61,10 +63,14 @@ def text_of(value: object) -> str:
 def read_toml(path: Path) -> dict[str, object]:
     """Key -> value of a configuration file. ConfigError for text that is no TOML and unknown keys."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_regular(path).decode())
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text", "save it as UTF-8, or remove it") from None
-    except (OSError, ValueError) as error:  # of TOML, or of a number of thousands of digits
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}", "make it a file that this user can read, or remove it"
+        ) from None
+    except ValueError as error:  # of TOML, or of a number of thousands of digits
         raise ConfigError(f"{path} cannot be read as TOML: {error}", "mend the file or remove it") from None
     for key, value in table.items():
         if key not in BY_NAME:

@@ -22,6 +22,9 @@ def run() -> NoReturn:
     interrupts.begin()
     collector.pause()
     try:
+        from strata.cli.watched import fork_watched
+
+        fork_watched()
         from strata.cli.app import main
 
         status = main()

@@ -7,7 +7,11 @@ rely on those lines; warnings and errors carry their level.
 from __future__ import annotations
 
 import logging
+import os
+import stat
+import sys
 import time
+from io import TextIOWrapper
 from pathlib import Path
 
 from strata.config import Requested
@@ -48,6 +52,44 @@ class TerminalHandler(logging.Handler):
         write_line(self.format(record))
 
 
+class LogFile(logging.FileHandler):
+    """The file of ``--log-file``. One that takes nothing more, because its disk is full, ends itself with one line: the
+    work that is logged goes on.
+
+    Raises OSError where the file cannot be opened, a pipe that nobody reads among them, or where it is a device that
+    takes nothing.
+    """
+
+    def _open(self) -> TextIOWrapper:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        for name in ("O_CLOEXEC", "O_NONBLOCK", "O_NOCTTY"):
+            flags |= getattr(os, name, 0)
+        descriptor = os.open(self.baseFilename, flags, 0o666)
+        try:
+            if hasattr(os, "O_NONBLOCK"):
+                os.set_blocking(descriptor, True)
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                os.write(descriptor, b"\n")
+            return open(descriptor, self.mode, encoding=self.encoding, errors="backslashreplace")
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        logging.getLogger("strata").removeHandler(self)
+        write_line(f"warning: --log-file {self.baseFilename} is written no further: {error.strerror}")
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError:  # what waits to be written cannot be
+            self.stream = None  # type: ignore[assignment] # as ``logging`` leaves it
+
+
 def quiet_unless_asked(requested: Requested) -> None:
     """For commands whose output is a table: only warnings reach the terminal unless a level was asked for."""
     if requested.origin("log_level") == "default":
@@ -70,7 +112,7 @@ def set_up_logging(level: str, file: Path | None = None) -> None:
     logger.setLevel(level.upper())
     if file is not None:
         try:
-            to_file = logging.FileHandler(file, encoding="utf-8")
+            to_file = LogFile(file, encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"--log-file {file} cannot be opened: {error.strerror}", "name a file in a folder that you can write"

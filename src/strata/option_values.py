@@ -72,7 +72,11 @@ def parse_text(text: str) -> str:
 
 
 def parse_path(text: str) -> Path:
-    return Path(parse_text(text)).expanduser()
+    path = Path(parse_text(text))
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError("a path in full: there is no home folder of that name") from None
 
 
 def parse_switch(text: str) -> bool:

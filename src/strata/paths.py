@@ -13,7 +13,7 @@ from pathlib import Path
 
 from strata.errors import ConfigError
 
-__all__ = ["Home", "find_home"]
+__all__ = ["Home", "expanded", "find_home", "refuse_foreign_bytes"]
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,20 @@ class Home:
         """
         if model is None:
             return None
-        for candidate in (Path(model).expanduser(), self.models / model):
+        for candidate in (expanded(model), self.models / model):
             if candidate.is_dir():
                 return candidate / "strata.toml"
             if candidate.is_file():
                 return candidate.with_name(candidate.name + ".toml")
         return None
+
+
+def expanded(path: str | Path) -> Path:
+    """``path`` with a leading ``~`` or ``~NAME`` as that home folder. Raises ConfigError where there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path}: there is no home folder of that name", "give the path in full") from None
 
 
 def find_home(environment: Mapping[str, str] | None = None) -> Home:
@@ -77,8 +85,26 @@ def find_home(environment: Mapping[str, str] | None = None) -> Home:
     if "STRATA_HOME" in names:
         if not names["STRATA_HOME"].strip():
             raise ConfigError("STRATA_HOME is set to nothing", "name a folder, or unset it")
-        return Home(Path(names["STRATA_HOME"]).expanduser().absolute())
+        refuse_foreign_bytes("STRATA_HOME", names["STRATA_HOME"])
+        return Home(expanded(names["STRATA_HOME"]).absolute())
     data = Path(names.get("XDG_DATA_HOME") or "")
     if not data.is_absolute():
-        data = Path.home() / ".local" / "share"
+        try:
+            data = Path.home() / ".local" / "share"
+        except RuntimeError:
+            raise ConfigError(
+                "there is no home folder: HOME is not set, and the system knows none of this user",
+                "set STRATA_HOME to a folder that you can write",
+            ) from None
     return Home(data / "strata")
+
+
+def refuse_foreign_bytes(what: str, text: str) -> None:
+    """Raises ConfigError for text from the system that was not UTF-8: Python keeps such bytes as half characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(text).decode("utf-8", "backslashreplace")
+        raise ConfigError(
+            f"{what}: '{shown}' is not UTF-8 text", "give it in UTF-8; a file of such a name can be renamed"
+        ) from None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -147,3 +149,76 @@ def test_the_program_within_tight_limits(limit: int, size: int, status: int) -> 
     assert first.startswith("strata: error: not enough memory")
     assert f"{size / 1e6:,.0f} MB of" in first
     assert "raise the limit (ulimit -v" in second
+
+
+WATCHED = """
+import os, signal, sys, time
+from pathlib import Path
+from strata.cli import process_limits
+process_limits.SOURCE = Path(sys.argv[1])
+from strata.cli.watched import fork_watched
+fork_watched()
+print(os.getppid(), flush=True)
+exec(sys.argv[2])
+"""
+
+
+def watched(limits: Limits, then: str) -> subprocess.Popen[str]:
+    """A process that goes on watched, and does ``then``. Its first line: the watcher's id."""
+    limits(Max_address_space=700_000_000)
+    words = [sys.executable, "-c", WATCHED, str(process_limits.SOURCE), then]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("then", "status", "how"),
+    [
+        ("os.abort()", 1, "signal 6"),
+        ("os._exit(127)", 1, "status 127"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 1, "signal 11"),
+        ("sys.exit(0)", 0, ""),
+        ("sys.exit(2)", 2, ""),
+        ("os._exit(130)", 130, ""),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, ""),
+    ],
+)
+def test_what_ends_a_process_without_a_word_gets_one(limits: Limits, then: str, status: int, how: str) -> None:
+    out, told = (process := watched(limits, then)).communicate(timeout=240)
+    assert process.returncode == status
+    assert int(out) == process.pid
+    first = f"strata: error: not enough memory: the program was ended by {how}; this process may have "
+    assert told.splitlines()[:1] == ([f"{first}700 MB of address space"] if how else [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_for_the_watcher_reach_the_program(limits: Limits, number: signal.Signals) -> None:
+    then = (
+        f"signal.signal({int(number)}, lambda *_: os._exit(0)); print('ready', flush=True)\nwhile True: time.sleep(1)"
+    )
+    with watched(limits, then) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) == process.pid
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(240) == 0
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["v", "d"])
+@pytest.mark.parametrize("thousand_kib", [200, 260, 400, 640, 650, 660, 680, 700, 720, 760, 800, 850, 900, 1000, 2000])
+def test_no_limit_of_memory_ends_without_naming_it(kind: str, thousand_kib: int) -> None:
+    """``ulimit -v`` and ``-d``: an answer, or a last error that names memory, never a file."""
+    limit, nbytes = {"v": resource.RLIMIT_AS, "d": resource.RLIMIT_DATA}[kind], thousand_kib * 1_024_000
+    done = subprocess.run(
+        [sys.executable, "-m", "strata", "run", "x", "--max-tokens", "2"],
+        capture_output=True, text=True, timeout=280, check=False, env=dict(os.environ),
+        preexec_fn=lambda: resource.setrlimit(limit, (nbytes, nbytes)),
+    )  # fmt: skip
+    if done.returncode == 0:
+        return
+    *_, error, way_out = done.stderr.splitlines()
+    assert done.returncode in (1, 2)
+    assert error.startswith("strata: error: ")
+    assert re.search("memory|threads cannot be started", error), error
+    assert "ulimit" in way_out

@@ -19,6 +19,7 @@ from typing import Any
 
 from strata.errors import CheckpointError
 from strata.files import NotRegularError, open_regular, read_regular
+from strata.paths import expanded
 
 __all__ = ["Kind", "Recognised", "find_checkpoint", "find_pack", "naming_config", "recognise", "unreadable"]
 
@@ -103,7 +104,7 @@ _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".ckpt"}
 
 def recognise(path: str | Path) -> Recognised:
     """Looks at ``path`` without reading weights. Raises only if the operating system refuses the look."""
-    path = Path(path).expanduser()
+    path = expanded(path)
     try:
         if not path.exists():
             return Recognised(path, Kind.ABSENT, "does not exist", f"give the path of a folder; {READS}")

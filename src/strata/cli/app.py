@@ -30,7 +30,8 @@ from strata import interrupts, version
 from strata.cli.configure import Configure, flag_parameters
 from strata.cli.process_limits import refuse_too_little
 from strata.cli.unexpected import print_error, tell_unexpected
-from strata.errors import StrataError
+from strata.errors import StrataError, lacks_memory
+from strata.paths import refuse_foreign_bytes
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -144,6 +145,8 @@ def run_app(words: list[str]) -> int:
     """Runs one command line. Raises what the command raises."""
     if words and words[0] == "--serve":
         words = ["serve", *words[1:]]
+    for word in words:
+        refuse_foreign_bytes("a word of the command", word)
     typed = typed_command(words)
     words = words or ["--help"]
     try:
@@ -206,5 +209,11 @@ def main(words: Sequence[str] | None = None) -> int:
             drop_output()
             print_error(f"standard output cannot be written: {error.strerror}", "send the output somewhere with room")
             return 1
+        if isinstance(error, OSError) and error.filename is not None and not lacks_memory(error):
+            # A file that the system does not let be used, where nobody foresaw it: the user can mend it all the same.
+            print_error(
+                f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}", "look at its rights and kind"
+            )
+            return 2
         tell_unexpected(error)
         return 1

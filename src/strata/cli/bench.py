@@ -23,6 +23,7 @@ from strata.cli.synthetic_bench import (
     write_computed_pack,
 )
 from strata.errors import ConfigError
+from strata.files import read_regular
 
 if TYPE_CHECKING:
     from strata.benchmark_record import Record
@@ -163,7 +164,7 @@ def read_text(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path).decode()
     except UnicodeDecodeError as error:
         where = f"at byte {error.start:,}"
         raise ConfigError(f"--text {path} is not UTF-8 text {where}", "give a text file in UTF-8") from None

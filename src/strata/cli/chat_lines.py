@@ -6,6 +6,7 @@ Lives in ``cli`` for ``strata chat``. It must not know what a message is for.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from strata.errors import RequestError
+from strata.files import open_regular
 from strata.paths import find_home
 
 __all__ = ["Lines", "terminal_lines"]
@@ -88,9 +90,10 @@ def _open_history() -> Callable[[], None] | None:
         return None
     home = find_home()
     path: Path = home.make(home.root) / "chat-history"
-    if not path.exists():
-        path.touch(mode=0o600)
     with contextlib.suppress(OSError):  # a history that cannot be read is no reason not to chat
+        if not path.exists():
+            path.touch(mode=0o600)
+        os.close(open_regular(path))
         readline.read_history_file(path)
     readline.set_history_length(HISTORY_LINES)
     if readline.get_current_history_length() > HISTORY_LINES:
@@ -99,6 +102,7 @@ def _open_history() -> Callable[[], None] | None:
 
     def keep() -> None:
         with contextlib.suppress(OSError):
+            os.close(open_regular(path))
             readline.append_history_file(1, path)
 
     return keep

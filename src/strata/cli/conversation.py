@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from strata.config import BY_NAME
 from strata.errors import ConfigError, RequestError
-from strata.files import atomic_write
+from strata.files import atomic_write, read_regular
 from strata.option_values import format_value
+from strata.paths import expanded
 from strata.text.events import AnswerEvent, ReasoningPiece, TextPiece
 from strata.text.messages import plain_messages
 
@@ -120,7 +121,7 @@ class Conversation:
 
     def save(self, path: Path) -> None:
         """Writes the messages as JSON. A file that this conversation did not write is not replaced."""
-        target = path.expanduser().absolute()
+        target = expanded(path).absolute()
         if target.exists() and target not in self._own_files:
             raise ConfigError(f"{path} exists already", "give another name, or remove it first")
         try:
@@ -133,7 +134,7 @@ class Conversation:
     def load(self, path: Path) -> None:
         """Replaces the messages by those of a file that ``save`` wrote, or by a plain JSON list of messages."""
         try:
-            value = json.loads(path.expanduser().read_text(encoding="utf-8"))
+            value = json.loads(read_regular(expanded(path)).decode())
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}", "name a file that /save wrote") from None
         except UnicodeDecodeError:

@@ -13,6 +13,7 @@ import typer
 
 from strata import interrupts
 from strata.cli.loading import phase_bars
+from strata.paths import expanded
 
 
 def command(
@@ -25,7 +26,7 @@ def command(
     from strata.models import find
 
     interrupts.in_order()
-    pack = find_pack(name)
+    pack, destination = find_pack(name), expanded(destination)
     with phase_bars() as on_progress:
         path = export_checkpoint(pack, destination, find_family=find, progress=on_progress)
     size = sum(file.stat().st_size for file in path.iterdir())

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from strata.cli.loading import phase_bars
+from strata.paths import expanded
 
 LEFT_COLUMN = 11
 
@@ -64,7 +65,7 @@ def _find(model: str | None) -> Path:
 
     kept = find_home().models / model
     is_name = recognise(model).kind is Kind.ABSENT and recognise(kept).kind is not Kind.ABSENT
-    return kept if is_name else Path(model).expanduser()
+    return kept if is_name else expanded(model)
 
 
 def _read_checkpoint(path: Path) -> int:

@@ -7,10 +7,9 @@ only if it is an existing path or a name in STRATA_HOME, and nothing else was me
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from strata.errors import ConfigError
-from strata.paths import find_home
+from strata.paths import expanded, find_home
 
 __all__ = ["is_model", "split_model_and_prompt"]
 
@@ -20,7 +19,7 @@ def is_model(word: str) -> bool:
     if not word:
         return False
     try:
-        if Path(word).expanduser().exists():
+        if expanded(word).exists():
             return True
         return "/" not in word and (find_home().models / word).exists()
     except OSError:  # a prompt too long to be a name

@@ -14,6 +14,7 @@ import typer
 
 from strata import interrupts
 from strata.cli.loading import phase_bars
+from strata.paths import expanded
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def command(
     from strata.text.pipeline import TextPipeline
 
     interrupts.in_order()
+    destination = expanded(destination)
     options = PackOptions(experts=experts, dense=dense, hyper=hyper)  # type: ignore[arg-type] # checked there
     try:
         if found.kind is Kind.SAFETENSORS:

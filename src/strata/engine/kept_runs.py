@@ -15,7 +15,7 @@ from pathlib import Path
 
 from strata.benchmark_record import LARGEST, written_to
 from strata.errors import ConfigError
-from strata.files import atomic_write
+from strata.files import atomic_write, read_regular
 
 __all__ = ["KeptRuns"]
 
@@ -61,7 +61,7 @@ class KeptRuns:
         if not self.path.exists():
             return {}
         try:
-            text = self.path.read_text(encoding="utf-8")
+            text = read_regular(self.path).decode()
         except OSError as error:
             raise ConfigError(
                 f"{self.path} cannot be read: {error.strerror}", "make it readable, or remove it"

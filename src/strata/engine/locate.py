@@ -13,6 +13,7 @@ from pathlib import Path
 import strata
 from strata.checkpoint.recognise import MANIFEST_FILE, Kind, Recognised, naming_config, recognise
 from strata.errors import CheckpointError
+from strata.files import read_regular
 from strata.models import find
 from strata.paths import find_home
 
@@ -78,7 +79,7 @@ def check_config(found: Recognised) -> None:
     if not path.is_file():
         return
     with naming_config(found.path):
-        raw = json.loads(path.read_bytes())  # an object, or it would not have been recognised
+        raw = json.loads(read_regular(path))  # an object, or it would not have been recognised
         find(raw).read_config(raw)
 
 

@@ -18,9 +18,10 @@ from strata.checkpoint.recognise import Kind, naming_config, recognise
 from strata.engine.locate import BUILT_IN_NAME, SMALL_NAME, shipped_pack
 from strata.engine.shape import config_shape, reader_shape
 from strata.errors import CheckpointError
+from strata.files import read_regular
 from strata.models import find
 from strata.models.known_shapes import BUILT_IN_SHAPE, KNOWN_SHAPES
-from strata.paths import find_home
+from strata.paths import expanded, find_home
 from strata.quant.layout import ExpertLayout
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def find_subject(name: str | None, kv: KvFormat) -> PlanSubject:
         if shipped is not None:
             return _of_pack(shipped, kv, "built-in model")
         return _of_config(BUILT_IN_NAME, "built-in model", BUILT_IN_SHAPE, kv)
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.exists():
         if name == BUILT_IN_NAME:
             return _of_config(name, "built-in model", BUILT_IN_SHAPE, kv)
@@ -101,7 +102,7 @@ def find_subject(name: str | None, kv: KvFormat) -> PlanSubject:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_regular(path))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as a model's config.json: {error}") from error
     if not isinstance(raw, dict):

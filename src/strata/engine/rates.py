@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strata.files import atomic_write
+from strata.files import atomic_write, read_regular
 from strata.kernels.cpu import pool
 from strata.kernels.cpu.library import isa
 from strata.kernels.rates import ByRows, KernelRates
@@ -121,7 +121,7 @@ def read_rates(folder: Path, key: RatesKey) -> Rates | None:
     """The rates kept for this key; None where there are none, or where the file is damaged, which is logged once."""
     path = key.path(folder)
     try:
-        text = path.read_bytes()
+        text = read_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

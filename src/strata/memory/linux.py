@@ -268,7 +268,7 @@ def open_direct(path: Path) -> int | None:
     try:
         descriptor = open_regular(path, os.O_DIRECT)
     except OSError as error:
-        if error.errno == errno.EINVAL:
+        if error.errno == errno.EINVAL and path.is_file():  # not for being a pipe or a device
             return None
         raise
     try:

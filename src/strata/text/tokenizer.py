@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Library
 
-from strata.errors import CheckpointError, RequestError
+from strata.errors import CheckpointError, RequestError, lacks_memory
 from strata.text.control_text import ControlText, ControlToken, Segment
 from strata.text.family_template import FAMILY_TEMPLATE
 from strata.text.token_bytes import ByteAlphabet
@@ -229,6 +229,8 @@ def _load(spec: str, directory: Path) -> Library:
     try:
         library = Library.from_str(spec)
     except Exception as error:  # the library raises bare Exception, nothing narrower
+        if lacks_memory(error):
+            raise
         raise CheckpointError(f"{directory / 'tokenizer.json'}: {error}", "copy the file again") from error
     # A stored limit or padding would change prompts unsaid.
     library.no_truncation()

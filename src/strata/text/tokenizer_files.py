@@ -106,7 +106,7 @@ class TokenizerFiles:
 
 def _require_tokenizer_json(directory: Path) -> Path:
     path = directory / "tokenizer.json"
-    if path.is_file():
+    if path.exists():
         return path
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such folder", "name the folder that holds tokenizer.json")
