@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from strata.files import atomic_write, open_regular, read_regular
+from tests.patience import PATIENCE_S
 
 
 def test_new_content_appears_at_the_end(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
         "    handle.write(b'half'); handle.flush()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code, str(path)], timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", code, str(path)], timeout=PATIENCE_S, check=False)
     assert result.returncode == -signal.SIGKILL
     assert path.read_bytes() == b"old"
     assert all(one == path or one.name.endswith(".partial") for one in tmp_path.iterdir())

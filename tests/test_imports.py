@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import strata
+from tests.patience import PATIENCE_S
 
 HEAVY = ("torch", "transformers", "triton", "numpy", "fastapi", "huggingface_hub", "cuda")
 
@@ -15,7 +16,9 @@ HEAVY = ("torch", "transformers", "triton", "numpy", "fastapi", "huggingface_hub
 def loaded_after(code: str) -> set[str]:
     """Top-level modules that a new interpreter holds after ``code``."""
     script = f"{code}\nimport sys\nprint('\\n@' + ' '.join(sorted({{name.partition('.')[0] for name in sys.modules}})))"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     return set(result.stdout.rpartition("@")[2].split())
 
 

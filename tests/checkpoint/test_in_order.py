@@ -11,6 +11,7 @@ import torch
 
 from strata.checkpoint import in_order as module
 from strata.checkpoint.in_order import in_order, worker_count
+from tests.patience import PATIENCE_S
 
 
 def test_results_come_in_order_and_few_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +39,7 @@ def test_nobody_waits_for_a_long_piece_where_all_may_be_ahead(monkeypatch: pytes
 
     def work(number: int) -> int:
         if number == 0:
-            assert others.wait(30.0), "the others wait for the first"
+            assert others.wait(PATIENCE_S), "the others wait for the first"
         if number == 29:
             others.set()
         return number

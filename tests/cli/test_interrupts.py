@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import pytest
 
 from strata.cli import streaming
 from strata.cli.app import main
+from tests.patience import PATIENCE_S, end_by
 
 IMPORTED = "import time:"
 FIRST = "strata.cli"  # the first module that is imported after Ctrl-C is looked after
@@ -89,16 +91,16 @@ def check_interrupted(
         for number, _ in enumerate(imports_of(process)):
             if number >= place:
                 break
-        pressed = time.monotonic()
-        for _ in range(presses):
+        for _ in range(presses - 1):
             process.send_signal(signal.SIGINT)
-            time.sleep(0.02 if presses > 1 else 0)
-        lines = said(process)
-        status = process.wait(timeout=10)
-        took = time.monotonic() - pressed
+            time.sleep(0.02)
+        lines: list[str] = []
+        reader = threading.Thread(target=lambda: lines.extend(said(process)))  # nobody waits for a full pipe
+        reader.start()
+        status = end_by(process)
+        reader.join(PATIENCE_S)
     assert status == 130, lines
     assert lines == ["strata: interrupted"] or (may_answer and not lines), "an answer that is interrupted just ends"
-    assert took < 2
 
 
 @pytest.mark.slow
@@ -108,7 +110,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
         for number, _ in enumerate(imports_of(process)):
             if number % 100 == 0:
                 process.send_signal(signal.SIGINT)
-        assert (process.wait(timeout=60), said(process)) == (0, [])
+        assert (process.wait(PATIENCE_S), said(process)) == (0, [])
 
 
 def test_ctrl_c_in_the_demos_answer_ends_the_demo(
@@ -123,7 +125,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     prelude = "import os, signal, time\nfrom strata import interrupts\n"
     press = "def press() -> None:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(0.01)\n"
     words = [sys.executable, "-c", prelude + press + code]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def test_a_program_that_imports_strata_keeps_its_handlers() -> None:

@@ -19,6 +19,7 @@ from strata.cli import process_limits, unexpected
 from strata.cli.process_limits import describe_limits, refuse_too_little
 from strata.cli.unexpected import tell_unexpected
 from strata.errors import MemoryPlanError
+from tests.patience import PATIENCE_S
 
 HEAD = "Limit                     Soft Limit           Hard Limit           Units     \n"
 ROW = "{:<26}{:<21}unlimited            bytes     \n"
@@ -141,7 +142,7 @@ def test_a_system_that_tells_no_limits(limits: Limits, monkeypatch: pytest.Monke
 def test_the_program_within_tight_limits(limit: int, size: int, status: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "strata", "run", "x", "--max-tokens", "2"],
-        capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ),
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=dict(os.environ),
         preexec_fn=lambda: resource.setrlimit(limit, (size, size)),
     )  # fmt: skip
     first, second = done.stderr.splitlines()
@@ -183,7 +184,7 @@ def watched(limits: Limits, then: str) -> subprocess.Popen[str]:
     ],
 )
 def test_what_ends_a_process_without_a_word_gets_one(limits: Limits, then: str, status: int, how: str) -> None:
-    out, told = (process := watched(limits, then)).communicate(timeout=240)
+    out, told = (process := watched(limits, then)).communicate(timeout=PATIENCE_S)
     assert process.returncode == status
     assert int(out) == process.pid
     first = f"strata: error: not enough memory: the program was ended by {how}; this process may have "
@@ -200,7 +201,7 @@ def test_signals_for_the_watcher_reach_the_program(limits: Limits, number: signa
         assert int(process.stdout.readline()) == process.pid
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.wait(240) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.long

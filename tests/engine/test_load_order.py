@@ -22,8 +22,9 @@ from strata.memory import page_lock
 from strata.memory.read_ahead import ReadAhead
 from strata.stages import Stage, format_stages
 from tests.engine.emulated_device import EmulatedDevice
+from tests.patience import PATIENCE_S
 
-LIMIT_S = 30.0
+LIMIT_S = PATIENCE_S
 
 
 @pytest.fixture

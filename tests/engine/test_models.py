@@ -19,6 +19,7 @@ from strata.engine.locate import locate, refusal
 from strata.engine.models import open_model
 from strata.errors import CheckpointError
 from strata.experts.profile import PROFILE_FILE, ExpertProfile
+from tests.patience import PATIENCE_S
 
 WEIGHTS = {".safetensors", ".bin"}  # of a pack
 
@@ -93,7 +94,7 @@ def test_a_wrong_path_is_told_without_torch() -> None:
         "    assert main(words) == 2\n"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S, capture_output=True)
 
 
 def test_a_config_that_says_fp8_over_plain_weights_changes_no_byte(own: Path) -> None:

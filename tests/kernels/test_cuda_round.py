@@ -23,6 +23,7 @@ from strata.kernels.host import HostBackend
 from strata.quant import ExpertFormat, ExpertLayout
 from tests.emulator.machine import EmulatedMachine
 from tests.kernels.cuda_runs import noise, random_matrix
+from tests.patience import PATIENCE_S
 
 LAYERS, EXPERTS, TOP_K = 2, 6, 3
 HIDDEN, INNER = 100, 37
@@ -243,7 +244,7 @@ def test_a_round_without_an_answer_ends_and_the_next_is_right(bench: Bench, kind
         died = True
         assert "died" in str(error)
     assert died == (kind == "die")
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < PATIENCE_S
     box = bench.mailbox.box
     assert box.aborted == {"sleep": 2, "die": 2, "abort": 1}[kind]
     assert box.aborted_layer == exchange - 1

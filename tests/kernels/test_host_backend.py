@@ -79,13 +79,13 @@ def test_a_copy_at_the_last_moment_reads_what_is_there_then() -> None:
 
 
 def test_a_delayed_copy_runs_on_its_own_thread() -> None:
-    backend = HostBackend(1 << 20, HostFaults(copies="threaded", copy_delay_s=0.05))
+    backend = HostBackend(1 << 20, HostFaults(copies="threaded", copy_delay_s=2.0))
     source, target = pair(backend)
     stream = backend.stream()
     started = time.monotonic()
     stream.copy(target.address, source.address, PAGE)
     event = stream.record()
-    assert time.monotonic() - started < 0.04
+    assert time.monotonic() - started < 2.0
     assert not event.query()
     event.synchronize()
     assert first(target) == 7

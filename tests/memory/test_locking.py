@@ -21,10 +21,11 @@ from strata.memory.locked_memory import LockedMemory
 from strata.memory.page_lock import take_memory
 from strata.memory.requests import PinRequest
 from strata.memory.system import system
+from tests.patience import PATIENCE_S
 
 PAGE = 4096
 CAP = 64 << 20
-LIMIT_S = 30.0
+LIMIT_S = PATIENCE_S
 
 
 @dataclass

@@ -12,8 +12,9 @@ import pytest
 from strata.memory import read_ahead
 from strata.memory.read_ahead import PIECE_BYTES, ReadAhead
 from strata.memory.system import system
+from tests.patience import PATIENCE_S
 
-LIMIT_S = 10.0
+LIMIT_S = PATIENCE_S
 
 
 class Asked:

@@ -15,9 +15,10 @@ from strata.errors import EngineError
 from strata.kernels.host import CopyTiming, HostBackend, HostFaults
 from strata.memory import staged_upload
 from strata.memory.staged_upload import StagedUpload
+from tests.patience import PATIENCE_S
 
 BUFFER_BYTES = 4096
-LIMIT_S = 30.0
+LIMIT_S = PATIENCE_S
 
 
 @pytest.fixture(params=["at_once", "threaded", "last_moment"])

@@ -17,6 +17,7 @@ from strata.engine.engine import Engine
 from strata.server.listen import Server, bind
 from strata.text.byte_tokenizer import byte_tokenizer
 from strata.text.pipeline import TextPipeline
+from tests.patience import PATIENCE_S
 from tests.server.fake_engine import FakeEngine
 
 
@@ -32,11 +33,11 @@ def running(engine: Any) -> Iterator[Server]:
             yield server
         finally:
             server.should_exit = True
-            thread.join(timeout=10)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive()
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> float:
+def wait_until(holds: Callable[[], bool], seconds: float = PATIENCE_S) -> float:
     """Seconds until ``holds``; fails after ``seconds``."""
     began = time.monotonic()
     while not holds():
@@ -72,7 +73,7 @@ def fake(fake_server: Server, pipeline: TextPipeline) -> FakeEngine:
 @pytest.fixture
 def http(fake_server: Server, fake: FakeEngine) -> Iterator[httpx.Client]:
     """Raw HTTP to the fake."""
-    with httpx.Client(base_url=fake_server.url, timeout=10) as client:
+    with httpx.Client(base_url=fake_server.url, timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -84,7 +85,7 @@ def client(fake_server: Server, fake: FakeEngine) -> Iterator[openai.OpenAI]:
 
 
 def official_client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import pytest
 from strata.server.answers import MAX_REQUESTS
 from strata.server.fields import CHAT, COMPLETION, IGNORED, UNSERVED_CHAT, UNSERVED_COMPLETION
 from strata.server.listen import Server
+from tests.patience import PATIENCE_S
 
 ADDRESS = "http://127.0.0.1:8080"
 
@@ -36,7 +37,7 @@ def test_curl_examples(page: str, real_server: Server) -> None:
         data = words[words.index("-d") + 1]
         # curl's own content type, which a body given with -d has.
         headers = {"content-type": "application/x-www-form-urlencoded"}
-        response = httpx.post(url.replace(ADDRESS, real_server.url), content=data, headers=headers, timeout=30)
+        response = httpx.post(url.replace(ADDRESS, real_server.url), content=data, headers=headers, timeout=PATIENCE_S)
         assert response.status_code == 200
         if json.loads(data).get("stream"):
             assert response.text.endswith("data: [DONE]\n\n")

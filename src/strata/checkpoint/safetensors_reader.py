@@ -116,7 +116,7 @@ def read_bytes(descriptor: int, offset: int, nbytes: int, what: str, memory: Tak
     except MemoryError as error:
         raise CheckpointError(
             f"{what} needs {nbytes} bytes of memory, which the system refused",
-            "the file is not damaged: close other programs or lower the memory limits in force",
+            "the file is not damaged: raise the limit of memory (ulimit -v, ulimit -d), or close other programs",
         ) from error
     view = data.data
     done = 0
