@@ -310,8 +310,8 @@ def demo_arms(model: OpenModel, prompt_rows: int, *, on_card: bool = False) -> l
     ]
 
 
-# Faults that a card is not given: what its rounds read from a file is compared anew each time, short prompts are windows
-# that stage nothing, and only the host's dispatcher sums and counts rows in Python.
+# Faults that a card is not given: what its rounds read from a file is compared anew each time, short prompts are
+# windows that stage nothing, and only the host's dispatcher sums and counts rows in Python.
 ORDER, DROPPED, ULP = "sums in another order in long chunks", "a row of a window dropped", "scales one ulp off"
 HOST_ALONE = (f"one bit flipped in {Tier.FILE.name}", "a staging buffer reused early", ORDER, DROPPED, ULP)
 
