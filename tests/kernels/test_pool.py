@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 
@@ -124,13 +123,12 @@ def test_the_words_of_a_failure_belong_to_its_thread() -> None:
 
 def test_a_processor_that_another_thread_keeps_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = {cpu: (0, f"core{cpu}") for cpu in range(4)}
-    monkeypatch.setattr(pool, "_quota", lambda: math.inf)
     monkeypatch.setattr(pool, "_allowed", lambda: cores)
     assert (pool.default_threads(), pool.default_threads(1)) == (4, 3)
     monkeypatch.setattr(pool, "_allowed", lambda: {cpu: (0, f"core{cpu // 2}") for cpu in range(8)})
     assert (pool.default_threads(), pool.default_threads(1)) == (4, 4), "second threads of the cores are free"
-    monkeypatch.setattr(pool, "_quota", lambda: 2.5)
-    assert (pool.default_threads(), pool.default_threads(1), pool.default_threads(9)) == (2, 1, 1)
+    assert [pool.default_threads(busy, quota=2.5) for busy in (0, 1, 9)] == [2, 1, 1]
+    assert [pool.default_threads(quota=quota) for quota in (0.2, 1.0, 64.0)] == [1, 1, 4]
 
 
 def test_workers_of_a_cards_rounds_look_longer_for_the_next_layer() -> None:

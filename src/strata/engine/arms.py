@@ -130,6 +130,7 @@ def _fits_card(arm: Arm, *, streams: bool) -> bool:
 
 def _card_arm(arm: Arm, *, streams: bool) -> Arm:
     """The arm with refusals by options in place of a device's faults, and without what only streaming does."""
+    streams = streams and not arm.reading  # windows read by themselves stream nothing
     options = {name: value for name, value in arm.options.items() if streams or name not in STREAMING}
     if arm.faults.refuse_one_allocation and arm.faults.refuse_after_bytes is None:
         options["test_complement_refuse"] = True

@@ -98,7 +98,7 @@ def _find_processor(machine: Machine, around: Surroundings) -> Iterator[Finding]
     quota = "" if around.cpu_quota is None else f", a control group grants {around.cpu_quota:g} of them"
     nodes = "1 memory node" if around.nodes == 1 else f"{around.nodes} memory nodes (NUMA)"
     yield Finding("processor", f"{machine.cpu_name}, {around.usable_cpus} usable processors{quota}, {nodes}")
-    yield Finding("threads", f"{pool.default_threads()} (--threads auto: one a physical core)")
+    yield Finding("threads", f"{pool.default_threads(quota=around.cpu_quota)} (--threads auto: one a physical core)")
 
 
 def _find_memory(machine: Machine, around: Surroundings) -> Iterator[Finding]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from strata.config import Requested
 from strata.config_sources import Effect
 from strata.engine.models import open_model
+from strata.engine.rates import threads_asked
 from strata.engine.runtime import WAITING_THREADS, make_plan, probe
-from strata.kernels.cpu import pool
 from strata.memory.planner import ResolvedPlan, format_bytes
 from strata.words import count_of
 
@@ -51,7 +51,7 @@ def plan_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
 def _machine_effects(plan: ResolvedPlan, requested: Requested) -> list[Effect]:
     request = plan.request
     busy = WAITING_THREADS if plan.device.kind == "cuda" else 0
-    threads = pool.default_threads(busy) if isinstance(requested.threads, str) else requested.threads
+    threads = threads_asked(requested, busy)
     return [
         Effect("threads", True, count_of(threads, "thread")),
         Effect("max_context", True, count_of(request.max_context, "position")),

@@ -22,6 +22,7 @@ from strata.kernels.cpu.library import isa
 from strata.kernels.rates import ByRows, KernelRates
 from strata.memory.bandwidth import Bandwidths
 from strata.memory.probe import read_cpu_name
+from strata.memory.system import system
 from strata.paths import find_home
 from strata.version import VERSION
 
@@ -99,8 +100,11 @@ def rates_key(threads: int) -> RatesKey:
     return RatesKey(read_cpu_name(), isa(), threads, VERSION)
 
 
-def threads_asked(requested: Requested) -> int:
-    return pool.default_threads() if isinstance(requested.threads, str) else requested.threads
+def threads_asked(requested: Requested, busy: int = 0) -> int:
+    """Threads of the pool; ``auto`` leaves out ``busy`` processors and stays within the control groups' quota."""
+    if isinstance(requested.threads, str):
+        return pool.default_threads(busy, system.cpu_quota())
+    return requested.threads
 
 
 def kept_rates(requested: Requested) -> Rates | None:

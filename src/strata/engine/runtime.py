@@ -38,6 +38,7 @@ from strata.engine.planning import (
     request_of_card,
     request_of_windows,
 )
+from strata.engine.rates import threads_asked
 from strata.engine.sequence import HostSequence, TokenSequence
 from strata.engine.shape import model_shape
 from strata.experts.statistics import ExpertStatistics
@@ -194,8 +195,7 @@ class Runtime:
                 plan = make_plan(opened, requested, machine, device)
             for line in plan.lines():
                 logger.debug(line)
-            asked = None if isinstance(requested.threads, str) else requested.threads
-            threads = pool.configure(asked, busy=0 if device is None else WAITING_THREADS)
+            threads = pool.configure(threads_asked(requested, busy=0 if device is None else WAITING_THREADS))
             with stages.of("link share"):  # before memory is taken: measuring needs some
                 misses = plan.num_slots < plan.shape.total_experts
                 link_share = choose_link_share(requested, device) if misses else 0.0

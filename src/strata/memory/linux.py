@@ -232,6 +232,10 @@ def _limits_v1(root: Path) -> Iterator[MemoryLimit]:
         cache = _read_stat(folder / "memory.stat", "total_inactive_file")
         if limit is not None and limit < UNLIMITED:
             yield MemoryLimit("cgroup memory.limit_in_bytes", limit, max(0, (used or 0) - cache))
+        # The least of all ancestors, those above a container's mount too, whose own use it does not show.
+        above = _read_stat(folder / "memory.stat", "hierarchical_memory_limit")
+        if 0 < above < min(UNLIMITED, UNLIMITED if limit is None else limit):
+            yield MemoryLimit("cgroup hierarchical_memory_limit", above, max(0, (used or 0) - cache))
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -293,22 +297,40 @@ def _group_folders(root: Path, controller: str) -> list[Path]:
             path = group
     if path is None:
         return []
+    mounts = list(_group_mounts(root, controller))
+    # Of several mounts the one that shows the most ancestors.
+    holding = [(inner, folder) for top, folder in mounts if (inner := _below(path, top)) is not None]
+    if holding:
+        inner, mount = max(holding, key=lambda one: len(one[0]))
+    elif mounts:
+        inner, mount = "", mounts[0][1]  # the group is seen from inside a container: its folder is the mount itself
+    else:
+        return []
+    leaf = mount / inner
+    return [folder for folder in (leaf, *leaf.parents) if folder == mount or mount in folder.parents]
+
+
+def _group_mounts(root: Path, controller: str) -> Iterator[tuple[str, Path]]:
+    """(the group that is mounted, where) of every mount of the controller."""
     for line in _read_lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
-        mount_root, mount_point = before.split(" ")[3:5]
-        if (
-            kind == "cgroup2"
-            if not controller
-            else kind == "cgroup" and controller in options.split(" ")[-1].split(",")
-        ):
-            mount = root / mount_point.lstrip("/")
-            inner = path[len(mount_root) :] if mount_root != "/" and path.startswith(mount_root) else path
-            if mount_root != "/" and not path.startswith(mount_root):
-                inner = ""  # the group is seen from inside a container: its folder is the mount itself
-            leaf = mount / inner.strip("/")
-            return [folder for folder in (leaf, *leaf.parents) if folder == mount or mount in folder.parents]
-    return []
+        version = kind == "cgroup2" if not controller else kind == "cgroup" and controller in _last(options).split(",")
+        if version:
+            top, place = before.split(" ")[3:5]
+            yield top, root / place.lstrip("/")
+
+
+def _last(options: str) -> str:
+    return options.split(" ")[-1]
+
+
+def _below(path: str, top: str) -> str | None:
+    """``path`` from ``top`` on; None where it does not lie there. ``/a/bc`` does not lie below ``/a/b``."""
+    top = top.rstrip("/")
+    if path != top and not path.startswith(f"{top}/"):
+        return None
+    return path[len(top) :].strip("/")
 
 
 def _read_lines(path: Path) -> list[str]:

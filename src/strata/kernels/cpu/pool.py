@@ -1,7 +1,7 @@
 """Sizes and pins the native thread pool from what this process may use.
 
 Lives beside the native kernels because they all share the one pool. The processors come from the affinity
-mask, the number from the control group's quota; threads are laid over physical cores first and round-robin
+mask, the number from the quota that the caller passes (only the memory room reads it); threads are laid over physical cores first and round-robin
 over memory nodes, so that a few threads still see every node's bandwidth. It must not know what jobs compute.
 """
 
@@ -51,24 +51,6 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _quota() -> float:
-    """Processors that the control group grants this process; infinity without a limit."""
-    granted = math.inf
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, path = line.split(":", 2)
-        folder = Path("/sys/fs/cgroup") / path.lstrip("/")
-        if controllers == "":
-            words = (_read(folder / "cpu.max") or _read(Path("/sys/fs/cgroup/cpu.max"))).split()
-            if len(words) == 2 and words[0] != "max":
-                granted = min(granted, int(words[0]) / int(words[1]))
-        elif "cpu" in controllers.split(","):
-            group = Path("/sys/fs/cgroup/cpu") / path.lstrip("/")
-            quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
-            if quota and period and int(quota) > 0:
-                granted = min(granted, int(quota) / int(period))
-    return granted
-
-
 def _node_of(cpu: int) -> int:
     for entry in sorted((_SYSTEM / "cpu" / f"cpu{cpu}").glob("node*")):
         return int(entry.name.removeprefix("node"))
@@ -102,26 +84,27 @@ def _allowed() -> dict[int, tuple[int, str]]:
     return {cpu: (_node_of(cpu), _core_of(cpu)) for cpu in os.sched_getaffinity(0)}
 
 
-def default_threads(busy: int = 0) -> int:
-    """Threads when none are asked for: the physical cores of the affinity mask, at most what the group's quota and
-    ``busy`` processors, which other threads of this process keep, leave."""
+def default_threads(busy: int = 0, quota: float | None = None) -> int:
+    """Threads when none are asked for: the physical cores of the affinity mask, at most what ``quota`` (processors' worth
+    of time, None for no limit) and ``busy`` processors, which other threads of this process keep, leave."""
     allowed = _allowed()
     cores = len({core for _, core in allowed.values()})
-    return max(1, min(cores, math.floor(min(len(allowed), _quota())) - busy))
+    granted = len(allowed) if quota is None else min(len(allowed), quota)
+    return max(1, min(cores, math.floor(granted) - busy))
 
 
 def usable_processors() -> int:
-    """Processors that this process may keep busy: those of its affinity mask, at most what the group's quota grants."""
-    return max(1, math.floor(min(len(os.sched_getaffinity(0)), _quota())))
+    """Processors of this process's affinity mask."""
+    return len(os.sched_getaffinity(0))
 
 
-def configure(asked: int | None = None, busy: int = 0) -> int:
-    """(Re)starts the pool with ``asked`` threads (None: ``default_threads(busy)``), the caller included. Returns them.
+def configure(asked: int | None = None) -> int:
+    """(Re)starts the pool with ``asked`` threads (None: ``default_threads()``), the caller included. Returns them.
 
     Each worker is pinned to a processor of its own; more threads than processors run unpinned. Waits for a
     running job. Raises ``ConfigError`` for a number out of range.
     """
-    number = default_threads(busy) if asked is None else asked
+    number = default_threads() if asked is None else asked
     if not 1 <= number <= 256:
         raise ConfigError(
             f"--threads {number}: the thread pool holds 1 to 256", "give --threads a number from 1 to 256"
