@@ -36,11 +36,18 @@ class AnswerParser:
         opened: bool = False,
         tool_format: ToolFormat | None = None,
         tools: list[dict[str, Any]] | None = None,
+        forced: bool = False,
+        before: str = "",
     ) -> None:
         """``reasoning``: answers can begin with ``<think>``; ``opened``: the prompt ended with it. ``tool_format``
-        None leaves ``<tool_call>`` as text, as for a request without tools."""
+        None leaves ``<tool_call>`` as text, as for a request without tools. ``forced``: every block is a call, in code
+        too. ``before``: what the message says already that the answer goes on from, behind its reasoning."""
         self._reasoning = ReasoningParser(opened=opened) if reasoning or opened else None
-        self._tools = None if tool_format is None else ToolBlockParser(_body_format(tool_format, tools))
+        self._tools = (
+            None
+            if tool_format is None
+            else ToolBlockParser(_body_format(tool_format, tools), forced=forced, before=before)
+        )
 
     @property
     def markers(self) -> tuple[str, ...]:
