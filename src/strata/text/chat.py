@@ -30,10 +30,12 @@ _TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, Attribu
 @dataclass(frozen=True)
 class RenderedChat:
     """A prompt: ``segments`` for ``Tokenizer.encode_segments``; ``opens_reasoning`` when it ends inside ``<think>``,
-    so that the answer begins with reasoning."""
+    so that the answer begins with reasoning; ``before``: what the answer's message says already, behind its
+    reasoning."""
 
     segments: tuple[Segment, ...]
     opens_reasoning: bool
+    before: str = ""
 
     @property
     def text(self) -> str:
@@ -83,6 +85,7 @@ class ChatTemplate:
         where the last message, an assistant's, ends. Raises RequestError (400) with the template's own words.
         """
         plain, plain_tool_list = plain_messages(messages), plain_tools(tools)
+        self._fit_arguments(plain)
         reserved = _RESERVED.intersection(options or {})
         if reserved:
             raise RequestError(f"template option {min(reserved)} is set by the request itself", "leave it out")
@@ -101,7 +104,8 @@ class ChatTemplate:
                 raise RequestError("the chat template does not print the last message", "it cannot be continued")
             text = head
         opens = _is_open(prefill) if continue_last else text.rstrip().endswith("<think>")
-        return RenderedChat(tuple(self._control.segments(text, mark)), opens)
+        said = "" if opens else prefill.rpartition("</think>")[2]
+        return RenderedChat(tuple(self._control.segments(text, mark)), opens, said)
 
     @cached_property
     def answer_end(self) -> str | None:
@@ -115,6 +119,27 @@ class ChatTemplate:
         except RequestError:
             return None
         return self._control.token_at_start(text.partition(end)[2].lstrip())
+
+    @cached_property
+    def _prints_raw_arguments(self) -> bool:
+        """Whether the template takes a past call's arguments as text; many go through the keys of an object."""
+        raw = "raw arguments"
+        call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": raw}}
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        variables = {**self._names, "messages": messages, "tools": None, "documents": None}
+        name = "tool_use" if "tool_use" in self._templates else "default"
+        try:
+            return raw in self._run(name, {**variables, "add_generation_prompt": False}, "")
+        except RequestError:
+            return False
+
+    def _fit_arguments(self, messages: list[dict[str, Any]]) -> None:
+        """Arguments that are no object stay text where the template can print that; else they get a name."""
+        for message in messages:
+            for call in message.get("tool_calls") or ():
+                arguments = call["function"]["arguments"]
+                if isinstance(arguments, str) and not self._prints_raw_arguments:
+                    call["function"]["arguments"] = {"arguments": arguments}
 
     def _run(self, name: str, variables: Mapping[str, Any], marks: str) -> str:
         template = self._templates.get(name)
@@ -161,7 +186,7 @@ class ChatTemplate:
         if isinstance(value, dict):
             named = key in ("arguments", "properties")
             return {
-                self._control.mark(name, mark) if named or self._control.found_in(name) else name: self._marked(
+                self._control.mark(name, mark) if named or self._control.has_structure(name) else name: self._marked(
                     item, mark, "" if named else name
                 )
                 for name, item in value.items()

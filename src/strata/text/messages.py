@@ -1,18 +1,22 @@
 """Conversations as clients send them, checked and put into the one shape that chat templates expect.
 
 Content given as a list of text parts is joined; tool calls get their arguments as an object (clients send JSON in a
-string); reasoning is found under each of its names. Everything else is refused by name. It must not know templates.
+string) or, where a model wrote something else, as its text; reasoning is found under each of its names. Everything else
+is refused by name. It must not know templates.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strata.errors import RequestError
 
 __all__ = ["ROLES", "plain_messages", "plain_tools"]
+
+logger = logging.getLogger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
@@ -93,19 +97,28 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where}: no function name", 'send {"type": "function", "function": {...}}')
     plain: dict[str, Any] = _json_copy(call, where)
-    arguments = plain["function"].get("arguments")
-    if arguments is None or arguments == "":
-        arguments = {}
-    elif isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise RequestError(f"{where}: arguments are not JSON: {error}", "send the JSON of an object") from error
-    if not isinstance(arguments, dict):
-        raise RequestError(f"{where}: arguments are not an object", "send the JSON of an object")
-    plain["function"]["arguments"] = arguments
+    plain["function"]["arguments"] = _arguments(plain["function"].get("arguments"), where)
     plain.setdefault("type", "function")
     return plain
+
+
+def _arguments(given: Any, where: str) -> dict[str, Any] | str:
+    """An object, or the text of what is none: it was a model that wrote it, and its conversation goes on."""
+    if given is None or given == "":
+        return {}
+    value, why = given, ""
+    if isinstance(given, str):
+        try:
+            value = json.loads(given)
+            json.dumps(value, ensure_ascii=False).encode()  # an escape can stand for half a surrogate pair
+        except (ValueError, RecursionError) as error:
+            value, why = None, f"not JSON ({error})"
+        if value is None and not why:
+            return {}
+    if isinstance(value, dict):
+        return value
+    logger.warning("%s: its arguments are %s: they reach the model as text", where, why or "no JSON object")
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 def _json_copy(value: Any, where: str) -> Any:

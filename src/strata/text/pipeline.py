@@ -6,7 +6,7 @@ know models or HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ class ChatPrompt:
     text: str
     opens_reasoning: bool
     tools: tuple[dict[str, Any], ...] = ()
+    before: str = ""
 
 
 class TextPipeline:
@@ -66,17 +67,23 @@ class TextPipeline:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
         continue_last: bool = False,
+        check: Callable[[str], None] | None = None,
     ) -> ChatPrompt:
-        """A conversation's prompt; arguments and errors as ``ChatTemplate.render``."""
+        """A conversation's prompt; arguments and errors as ``ChatTemplate.render``. ``check`` sees the prompt's text
+        before it is encoded, and may raise."""
         if self.template is None:
             raise RequestError(
                 "the checkpoint has no chat template, and its vocabulary lacks the tokens of the default one",
                 "put the model's chat_template.jinja beside tokenizer.json, or ask for a plain completion",
             )
         rendered = self.template.render(messages, tools=tools, options=options, continue_last=continue_last)
+        text = rendered.text
+        if check is not None:
+            check(text)
         # Templates write the BOS token themselves; where one does not, its model was trained without.
         ids = self.tokenizer.encode_segments(rendered.segments)
-        return ChatPrompt(tuple(ids), rendered.text, rendered.opens_reasoning, tuple(plain_tools(tools) or ()))
+        known = tuple(plain_tools(tools) or ())
+        return ChatPrompt(tuple(ids), text, rendered.opens_reasoning, known, rendered.before)
 
     def chat_stream(
         self,
@@ -92,6 +99,7 @@ class TextPipeline:
             opened=prompt.opens_reasoning,
             tool_format=self.tool_format if prompt.tools else None,
             tools=list(prompt.tools),
+            before=prompt.before,
         )
         return TextStream(self.tokenizer, end_ids=self._ends(stop_token_ids, ignore_eos), stop=stop, parser=parser)
 

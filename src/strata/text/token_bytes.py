@@ -17,7 +17,7 @@ from typing import Any
 
 from strata.errors import CheckpointError
 
-__all__ = ["ByteAlphabet", "byte_alphabet"]
+__all__ = ["ByteAlphabet", "byte_alphabet", "most_bytes"]
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"
@@ -86,6 +86,54 @@ class ByteAlphabet:
         for old, new in self._replacements:
             token = token.replace(old, new)
         return token.encode("utf-8", "replace")
+
+
+# How many bytes of a text can become one by these: U+2126 (3 bytes) is U+03A9 (2), U+FF21 (3) is A, U+1D400 (4) too.
+_NORMAL_FORMS = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4}
+_KEEPING = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
+
+
+def most_bytes(spec: dict[str, Any]) -> int | None:
+    """The most bytes of a text that one token can stand for; None where the tokenizer of ``spec``, the parsed
+    ``tokenizer.json``, may leave text out or write any length of it as one token."""
+    vocabulary = spec["model"].get("vocab")
+    if spec["model"].get("type", "BPE") != "BPE" or not isinstance(vocabulary, dict):
+        return None
+    added = spec.get("added_tokens") or []
+    if any(item.get("lstrip") or item.get("rstrip") for item in added):
+        return None  # they take the white space beside them
+    by_bytes = set(byte_alphabet().values()) <= vocabulary.keys()
+    fallback = spec["model"].get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    if not (by_bytes or fallback):
+        return None
+    factor = 1
+    for stage in _flat(spec.get("normalizer"), "normalizers"):
+        if stage.get("type") in _NORMAL_FORMS:
+            factor *= _NORMAL_FORMS[stage["type"]]
+        elif stage.get("type") == "Replace" and "String" in stage.get("pattern", {}):
+            old, new = stage["pattern"]["String"], stage.get("content", "")
+            if len(new.encode()) < len(old.encode()):
+                return None
+        elif stage.get("type") != "Prepend":
+            return None
+    for stage in _flat(spec.get("pre_tokenizer"), "pretokenizers"):
+        if stage.get("type") not in _KEEPING or stage.get("behavior") == "Removed":
+            return None
+    longest = max((len(item["content"].encode("utf-8", "replace")) for item in added), default=1)
+    alphabet = byte_alphabet().values() if by_bytes else ()
+    for token in vocabulary:
+        size = len(token.encode("utf-8", "replace"))
+        if size > longest:
+            longest = max(longest, len(token) if set(token) <= set(alphabet) else size)
+    return factor * longest
+
+
+def _flat(stage: Any, inner: str) -> list[dict[str, Any]]:
+    if not isinstance(stage, dict):
+        return []
+    if stage.get("type") == "Sequence":
+        return [one for part in stage.get(inner, []) for one in _flat(part, inner)]
+    return [stage]
 
 
 def _stages(decoder: Any) -> list[dict[str, Any]]:

@@ -21,10 +21,15 @@ from tokenizers import Tokenizer as Library
 from strata.errors import CheckpointError, RequestError, lacks_memory
 from strata.text.control_text import ControlText, ControlToken, Segment
 from strata.text.family_template import FAMILY_TEMPLATE
-from strata.text.token_bytes import ByteAlphabet
+from strata.text.structure import structure_words
+from strata.text.token_bytes import ByteAlphabet, most_bytes
 from strata.text.tokenizer_files import TokenizerFiles
 
 __all__ = ["Tokenizer"]
+
+# Characters from which on the library is asked in a way that lets other threads of Python run meanwhile; it costs some
+# 0.1 ms. Also the ids that are looked through in one step.
+_STRIDE = 1 << 14
 
 
 class Tokenizer:
@@ -46,11 +51,17 @@ class Tokenizer:
         self.control_ids: Mapping[str, int] = self._control_ids()
         self._forbidden = frozenset(self.control_ids.values())
         self.hidden_ids = frozenset(id_ for id_, item in self._added.items() if item.get("special"))
+        controls = [item for item in self._added.values() if item["content"] in self.control_ids]
         self.control_text = ControlText(
-            ControlToken(item["content"], bool(item.get("special")), bool(item.get("lstrip")), bool(item.get("rstrip")))
-            for item in self._added.values()
-            if item["content"] in self.control_ids
+            (
+                ControlToken(
+                    item["content"], bool(item.get("special")), bool(item.get("lstrip")), bool(item.get("rstrip"))
+                )
+                for item in controls
+            ),
+            structure_words(self._templates()),
         )
+        self._most_bytes = most_bytes(spec)
         self.bos_id = self._id_of_role("bos_token")
         self.eos_ids = self._eos_ids()
         self.adds_bos = self._adds_bos()
@@ -91,8 +102,15 @@ class Tokenizer:
             ids.insert(0, self.bos_id)
         return ids
 
+    def fewest_tokens(self, text: str) -> int:
+        """No fewer tokens than these can hold ``text``, by its length alone; 0 where this tokenizer sets no bound."""
+        return 0 if self._most_bytes is None else -(-len(text.encode("utf-8", "replace")) // self._most_bytes)
+
     def _encode_full(self, text: str) -> list[int]:
-        return self._library.encode(text, add_special_tokens=False).ids
+        return _ids(self._library, text)
+
+    def _holds_control(self, ids: list[int]) -> bool:
+        return not all(self._forbidden.isdisjoint(ids[at : at + _STRIDE]) for at in range(0, len(ids), _STRIDE))
 
     def _encode_text(self, text: str, *, first: bool) -> list[int]:
         """Ids of untrusted text, ``first`` in its prompt. Control tokens in it are encoded in two pieces; a tokenizer
@@ -100,15 +118,15 @@ class Tokenizer:
         since normalising (full-width brackets, say) can make a control token out of other characters."""
         if self._divisible or (first and not self.control_text.found_in(text)):
             ids = [id_ for piece in self.control_text.pieces(text) for id_ in self._encode_full(piece)]
-            if self._forbidden.isdisjoint(ids):
+            if not self._holds_control(ids):
                 return ids
         library, renamed = self._plain_library(first=first)
-        ids = [renamed.get(id_, id_) for id_ in library.encode(text, add_special_tokens=False).ids]
-        if not self._forbidden.isdisjoint(ids):
+        ids = [renamed.get(id_, id_) for id_ in _ids(library, text)]
+        if self._holds_control(ids):
             # A vocabulary that holds control tokens as ordinary pieces too.
-            pieces = [library.encode(piece, add_special_tokens=False).ids for piece in self.control_text.pieces(text)]
+            pieces = [_ids(library, piece) for piece in self.control_text.pieces(text)]
             ids = [renamed.get(id_, id_) for piece in pieces for id_ in piece]
-        if not self._forbidden.isdisjoint(ids):
+        if self._holds_control(ids):
             raise RequestError("the text cannot be written without a control token of this model", "reword it")
         return ids
 
@@ -170,12 +188,15 @@ class Tokenizer:
 
         The rest of the added tokens is ordinary text that a publisher wanted whole (runs of spaces, HTML tags).
         """
-        templates = "\0".join(self.files.chat_templates.values()) or FAMILY_TEMPLATE
+        templates = self._templates()
         return {
             item["content"]: id_
             for id_, item in self._added.items()
             if item["content"] and (item.get("special") or (item["content"].strip() and item["content"] in templates))
         }
+
+    def _templates(self) -> str:
+        return "\0".join(self.files.chat_templates.values()) or FAMILY_TEMPLATE
 
     def _id_of_role(self, role: str) -> int | None:
         token = self.files.token_of(role)
@@ -236,6 +257,13 @@ def _load(spec: str, directory: Path) -> Library:
     library.no_truncation()
     library.no_padding()
     return library
+
+
+def _ids(library: Library, text: str) -> list[int]:
+    """``encode`` keeps every other thread waiting until it has ended, a batch does not (tokenizers 0.23)."""
+    if len(text) < _STRIDE:
+        return library.encode(text, add_special_tokens=False).ids
+    return library.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _vocabulary_ids(spec: dict[str, Any]) -> Iterable[int]:

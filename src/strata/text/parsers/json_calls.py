@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from strata.text.parsers.tool_blocks import Body, Call, Unread
+from strata.text.parsers.tool_blocks import Body, Call, Unread, arguments_json
 
 __all__ = ["JsonCalls"]
 
@@ -43,7 +43,7 @@ def _arguments(value: Any) -> str | None:
             return None
     if value is None:
         value = {}
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None
+    return arguments_json(value) if isinstance(value, dict) else None
 
 
 def _no_constant(name: str) -> None:

@@ -11,9 +11,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from strata.text.parsers.tool_blocks import Body, Call, Unread, function_schemas
+from strata.text.parsers.tool_blocks import Body, Call, Unread, arguments_json, function_schemas
 
-__all__ = ["TaggedCalls"]
+__all__ = ["TAGS", "TaggedCalls"]
+
+TAGS = ("<function=", "</function>", "<parameter=", "</parameter>")
 
 _FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
@@ -52,7 +54,7 @@ class TaggedCalls:
             position = closed.end()
         if body[position + len(_FUNCTION_END) :].strip():
             return Unread.MALFORMED
-        return Call(name, json.dumps(arguments, ensure_ascii=False))
+        return Call(name, arguments_json(arguments))
 
 
 def _typed(text: str, schema: object) -> Any:

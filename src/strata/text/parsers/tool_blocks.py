@@ -9,6 +9,7 @@ back. It must not know any one format.
 from __future__ import annotations
 
 import enum
+import json
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 from strata.text.events import AnswerEvent, TextPiece, ToolCall
 from strata.text.parsers.code_context import CodeContext, Place
 
-__all__ = ["Body", "BodyFormat", "Call", "ToolBlockParser", "Unread", "function_schemas"]
+__all__ = ["Body", "BodyFormat", "Call", "ToolBlockParser", "Unread", "arguments_json", "function_schemas"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -167,6 +168,16 @@ class ToolBlockParser:
             if certain:
                 events.append(TextPiece(certain))
         return events
+
+
+def arguments_json(arguments: Mapping[str, Any]) -> str:
+    """The JSON of a call's arguments. Half a surrogate pair that a model escaped stays an escape."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(arguments)
+    return text
 
 
 def function_schemas(tools: list[dict[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
