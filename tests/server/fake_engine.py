@@ -56,8 +56,11 @@ class FakeEngine:
     def sampling(self, given: Mapping[str, Any] | None = None) -> SamplingParams:
         return SamplingParams.from_request(dict(given or {}), {"temperature": 0.0, "max_tokens": 16})
 
-    def plain_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
-        ids = self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def plain_request(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, parse_special: bool = True
+    ) -> Request:
+        encode = self.text.tokenizer.encode
+        ids = encode(prompt, markers=parse_special) if isinstance(prompt, str) else list(prompt)
         return self._checked(Request(tuple(ids), params, self.text.plain_stream(stop=params.stop)))
 
     def chat_request(self, messages: Any, params: SamplingParams, **how: Any) -> Request:

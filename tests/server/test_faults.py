@@ -12,9 +12,9 @@ import torch
 
 from strata.engine.engine import Engine
 from strata.errors import EngineError, RequestError
-from strata.server import app
+from strata.server import body
 from strata.server.answers import Answers
-from strata.server.app import MAX_BODY_BYTES
+from strata.server.body import MAX_BODY_BYTES
 from strata.server.listen import Server
 from tests.server.conftest import wait_until
 from tests.server.fake_engine import FakeEngine
@@ -163,8 +163,6 @@ def test_routes_that_nobody_knows(http: httpx.Client) -> None:
         (b"[" * 100_000, "the request is not JSON"),
         (b"[1]", "a JSON list, not an object"),
         (b'{"model": 3}', "model: 3 is not allowed"),
-        (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "lone surrogate U\\+D83D"),
-        (b'{"\\ud83d": 1}', "no such field"),
         (b'{"messages": [], "temperature": NaN}', "temperature: nan is not allowed"),
     ],
 )
@@ -176,7 +174,7 @@ def test_bodies_that_are_no_requests(http: httpx.Client, content: bytes, words: 
 
 
 def test_a_body_without_end(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MAX_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr(body, "MAX_BODY_BYTES", 1 << 20)
     response = http.post("/v1/completions", content=b" " * ((1 << 20) + 1))
     assert response.status_code == 413
     assert MAX_BODY_BYTES == 32 << 20

@@ -137,9 +137,16 @@ class Engine:
 
     # Asking ------------------------------------------------------------------------------------------------------
 
-    def plain_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
-        """A completion of text or ids as they stand. Raises ``RequestError``."""
-        ids = self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def plain_request(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, parse_special: bool = True
+    ) -> Request:
+        """A completion of text or ids as they stand. Markers of the vocabulary in a text are tokens, as filling in the
+        middle needs, unless ``parse_special`` is false (decision 0121). Raises ``RequestError``."""
+        if isinstance(prompt, str):
+            self._check_length(prompt)
+            ids = self.text.tokenizer.encode(prompt, markers=parse_special)
+        else:
+            ids = list(prompt)
         vocabulary = self._runtime.vocabulary
         if not ids:
             raise RequestError("the prompt is empty", "give at least one token of text")
@@ -161,20 +168,30 @@ class Engine:
         continue_last: bool = False,
     ) -> Request:
         """A conversation through the model's chat template. Raises ``RequestError``."""
-        prompt: ChatPrompt = self.text.chat(messages, tools=tools, options=options, continue_last=continue_last)
+        prompt: ChatPrompt = self.text.chat(
+            messages, tools=tools, options=options, continue_last=continue_last, check=self._check_length
+        )
         stream = self.text.chat_stream(
             prompt, stop=params.stop, stop_token_ids=params.stop_token_ids, ignore_eos=params.ignore_eos
         )
         return self._checked(Request(prompt.ids, params, stream))
 
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that cannot fit by its length alone, before it is encoded, which can take seconds."""
+        fewest = self.text.tokenizer.fewest_tokens(text)
+        if fewest > self._runtime.max_context:
+            raise self._too_long(f"at least {fewest:,}")
+
+    def _too_long(self, count: str) -> RequestError:
+        return RequestError(
+            f"the prompt has {count} tokens, the context holds {self._runtime.max_context:,}",
+            " or ".join(["shorten the prompt", *self._more_context()]),
+            code="context_length_exceeded",
+        )
+
     def _checked(self, request: Request) -> Request:
-        limit = self._runtime.max_context
-        if len(request.ids) > limit:
-            raise RequestError(
-                f"the prompt has {len(request.ids):,} tokens, the context holds {limit:,}",
-                " or ".join(["shorten the prompt", *self._more_context()]),
-                code="context_length_exceeded",
-            )
+        if len(request.ids) > self._runtime.max_context:
+            raise self._too_long(f"{len(request.ids):,}")
         strays = [token for token in request.params.logit_bias if token >= self._runtime.vocabulary]
         if strays:
             raise RequestError(

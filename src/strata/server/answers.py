@@ -7,9 +7,12 @@ routes, which must never wait in theirs. It must not know JSON.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from strata.engine.cancellation import Cancellation
 from strata.errors import EngineError, RequestError, StrataError
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["MAX_REQUESTS", "Answer", "Answers"]
 
 logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # Each waiting request holds a thread and its prompt; a client that sends more is told to come again.
 MAX_REQUESTS = 256
@@ -87,15 +93,38 @@ class Answers:
         self.last_error: EngineError | None = None
         self.stopping = False
         self._active: set[Answer] = set()
+        self._preparing = 0
+
+    async def prepare(self, make: Callable[_P, _T], *args: _P.args, **how: _P.kwargs) -> _T:
+        """``make(*args)`` in a thread of its own, so that no other request waits for a long one. Raises what it raises,
+        and ``RequestError`` as ``start`` does."""
+        self._refuse()
+        loop = asyncio.get_running_loop()
+        made: asyncio.Future[_T] = loop.create_future()
+
+        def tell(tell_it: Callable[[], None]) -> None:
+            if not made.done():  # it is where the route was given up
+                tell_it()
+
+        def run() -> None:
+            try:
+                value = make(*args, **how)
+                done = functools.partial(made.set_result, value)
+            except Exception as error:  # noqa: BLE001 - raised again where the route waits
+                done = functools.partial(made.set_exception, error)
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+                loop.call_soon_threadsafe(tell, done)
+
+        self._preparing += 1
+        try:
+            threading.Thread(target=run, name="strata-prompt", daemon=True).start()
+            return await made
+        finally:
+            self._preparing -= 1
 
     def start(self, request: Request) -> Answer:
         """Begins at once or waits in the engine's queue. Raises ``RequestError``: 503 at the end, 429 when full."""
-        if self.stopping:
-            raise RequestError("the server is stopping", http_status=503, code="stopping")
-        if len(self._active) >= MAX_REQUESTS:
-            raise RequestError(
-                f"{MAX_REQUESTS} requests wait already", "try again later", http_status=429, code="queue_full"
-            )
+        self._refuse()
         answer = Answer(request)
         self._active.add(answer)
         threading.Thread(target=self._run, args=(answer,), name="strata-answer", daemon=True).start()
@@ -110,6 +139,14 @@ class Answers:
     @property
     def num_active(self) -> int:
         return len(self._active)
+
+    def _refuse(self) -> None:
+        if self.stopping:
+            raise RequestError("the server is stopping", http_status=503, code="stopping")
+        if len(self._active) + self._preparing >= MAX_REQUESTS:
+            raise RequestError(
+                f"{MAX_REQUESTS} requests wait already", "try again later", http_status=429, code="queue_full"
+            )
 
     def _run(self, answer: Answer) -> None:
         try:

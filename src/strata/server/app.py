@@ -1,13 +1,11 @@
 """The routes of one engine: which path serves what, and that every fault is one JSON body.
 
-Lives in ``server``. A request walks: guard, body, fields, prompt (in a thread: templates and tokenizers take time),
-answer, response. What the interface has and this version has not answers 501 with a line.
+Lives in ``server``. A request walks: guard, body, fields, prompt (in a thread of its own: JSON, templates and
+tokenizers take time), answer, response. What the interface has and this version has not answers 501 with a line.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -22,6 +20,7 @@ from starlette.responses import Response
 from strata import version
 from strata.errors import EngineError, RequestError, StrataError
 from strata.server.answers import Answers
+from strata.server.body import parse_body, read_bytes
 from strata.server.faults import FieldError, NotServed, error_response, json_bytes
 from strata.server.fields import ChatFields, CompletionFields, read_chat, read_completion
 from strata.server.guard import LoopbackOnly
@@ -33,12 +32,9 @@ if TYPE_CHECKING:
     from strata.engine.engine import Request as EngineRequest
     from strata.server.served import ServedEngine
 
-__all__ = ["MAX_BODY_BYTES", "build_app"]
+__all__ = ["build_app"]
 
 logger = logging.getLogger(__name__)
-
-# Ten times the text of the longest context that a family has; more is a mistake, and would be held in memory.
-MAX_BODY_BYTES = 32 << 20
 
 # Parts of the interface, and of two others, that this version does not serve.
 NOT_SERVED = (
@@ -69,17 +65,15 @@ def _add_answers(app: FastAPI, answers: Answers) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = await _read_body(request, engine.name)
-        fields = read_chat(body)
-        prepared = await asyncio.to_thread(_chat_request, engine, fields)
+        data = await read_bytes(request)
+        prepared, fields = await answers.prepare(_chat_request, engine, data)
         shape = ChatShape(prepared, engine.name, engine.text.tokenizer, include_usage=fields.include_usage)
         return await respond(request.receive, answers.start(prepared), shape, stream=fields.stream)
 
     @app.post("/v1/completions")
     async def completion(request: Request) -> Response:
-        body = await _read_body(request, engine.name)
-        fields = read_completion(body)
-        prepared, echo = await asyncio.to_thread(_plain_request, engine, fields)
+        data = await read_bytes(request)
+        prepared, fields, echo = await answers.prepare(_plain_request, engine, data)
         usage = fields.include_usage
         shape = CompletionShape(prepared, engine.name, engine.text.tokenizer, include_usage=usage, echo=echo)
         return await respond(request.receive, answers.start(prepared), shape, stream=fields.stream)
@@ -138,23 +132,9 @@ def _add_faults(app: FastAPI) -> None:
         return error_response(EngineError(words, "the server's log says where"))
 
 
-async def _read_body(request: Request, served: str) -> Mapping[str, Any]:
-    """The request's JSON object, its ``model`` checked. Raises ``RequestError`` or ``ClientDisconnect``."""
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > MAX_BODY_BYTES:
-            raise RequestError(
-                f"the request has more than {MAX_BODY_BYTES >> 20} MiB", "shorten it", http_status=413, code="too_large"
-            )
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the request is not JSON: {error}", "send one JSON object", code="invalid_json") from error
-    if not isinstance(body, dict):
-        raise RequestError(
-            f"the request is a JSON {type(body).__name__}, not an object", "send one object", code="invalid_json"
-        )
+def _read_body(data: bytes, served: str) -> Mapping[str, Any]:
+    """The request's JSON object, its ``model`` checked. Raises ``RequestError``."""
+    body = parse_body(data)
     model = body.get("model") or ""
     if not isinstance(model, str):
         raise FieldError("model", f"{model!r} is not allowed", f"send {served!r} or leave it out")
@@ -170,28 +150,35 @@ def _check_model(name: str, served: str) -> None:
         )
 
 
-def _chat_request(engine: ServedEngine, fields: ChatFields) -> EngineRequest:
+def _chat_request(engine: ServedEngine, data: bytes) -> tuple[EngineRequest, ChatFields]:
+    fields = read_chat(_read_body(data, engine.name))
     sampling = dict(fields.sampling)
     if "max_tokens" not in sampling and engine.requested.origin("max_tokens") == "default":
         sampling["max_tokens"] = engine.max_context  # the context's end comes first
     if fields.tools and engine.text.tool_format is None:
         raise NotServed("tools", "the chat template of this model has no tool calls that are read", "leave them out")
-    return engine.chat_request(
+    prepared = engine.chat_request(
         fields.messages,
         engine.sampling(sampling),
         tools=fields.tools,
         options=fields.options,
         continue_last=fields.continue_last,
     )
+    return prepared, fields
 
 
-def _plain_request(engine: ServedEngine, fields: CompletionFields) -> tuple[EngineRequest, str]:
+def _plain_request(engine: ServedEngine, data: bytes) -> tuple[EngineRequest, CompletionFields, str]:
     """The request, and the prompt's text where the answer begins with it."""
-    prepared = engine.plain_request(fields.prompt, engine.sampling(fields.sampling))
-    if not fields.echo:
-        return prepared, ""
+    fields = read_completion(_read_body(data, engine.name))
     prompt = fields.prompt
-    return prepared, prompt if isinstance(prompt, str) else engine.text.tokenizer.decode(prompt, show_hidden=True)
+    prepared = engine.plain_request(prompt, engine.sampling(fields.sampling), parse_special=fields.parse_special)
+    if not fields.echo:
+        return prepared, fields, ""
+    return (
+        prepared,
+        fields,
+        prompt if isinstance(prompt, str) else engine.text.tokenizer.decode(prompt, show_hidden=True),
+    )
 
 
 def _json(value: Mapping[str, Any], code: int = 200) -> Response:

@@ -46,7 +46,7 @@ CHAT = (
     "chat_template_kwargs",
     "continue_final_message",
 )
-COMPLETION = (*COMMON, "prompt", "echo")
+COMPLETION = (*COMMON, "prompt", "echo", "parse_special")
 
 IGNORED: Mapping[str, str] = {
     "user": "nobody is told apart",
@@ -59,6 +59,8 @@ IGNORED: Mapping[str, str] = {
     "prompt_cache_options": "the last conversation is kept until another comes",
 }
 """Accepted without effect, and why."""
+
+_SHOWN = 64  # characters of an unknown field's name that are compared and told
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
@@ -114,10 +116,11 @@ class ChatFields(Fields):
 
 @dataclass(frozen=True)
 class CompletionFields(Fields):
-    """``prompt`` is text or token ids."""
+    """``prompt`` is text or token ids; ``parse_special``: markers of the vocabulary in its text are tokens."""
 
     prompt: str | list[int]
     echo: bool = False
+    parse_special: bool = True
 
 
 def read_chat(body: Mapping[str, Any]) -> ChatFields:
@@ -159,6 +162,7 @@ def read_completion(body: Mapping[str, Any]) -> CompletionFields:
         include_usage=_include_usage(given),
         prompt=_prompt(given),
         echo=echo,
+        parse_special=_flag(given, "parse_special", default=True),
     )
 
 
@@ -173,7 +177,7 @@ def _known(body: Mapping[str, Any], served: Sequence[str], unserved: Mapping[str
             if value is not None and not _is_one_of(value, unserved[name].harmless):
                 raise NotServed(name, unserved[name].why, "leave it out")
         elif name not in IGNORED:
-            raise FieldError(name, "no such field", _suggest(name, served), code="unknown_field")
+            raise FieldError(name[:_SHOWN], "no such field", _suggest(name[:_SHOWN], served), code="unknown_field")
     return given
 
 
@@ -190,8 +194,8 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in SAMPLING if name in given}
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    value = given.get(name, False)
+def _flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    value = given.get(name, default)
     if not isinstance(value, bool):
         raise FieldError(name, f"{value!r} is not allowed", "allowed: true or false")
     return value

@@ -35,7 +35,9 @@ class ServedEngine(Protocol):
 
     def sampling(self, given: Mapping[str, Any] | None = None) -> SamplingParams: ...
 
-    def plain_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request: ...
+    def plain_request(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, parse_special: bool = True
+    ) -> Request: ...
 
     def chat_request(
         self,

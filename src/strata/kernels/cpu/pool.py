@@ -1,8 +1,9 @@
 """Sizes and pins the native thread pool from what this process may use.
 
-Lives beside the native kernels because they all share the one pool. The processors come from the affinity
-mask, the number from the quota that the caller passes (only the memory room reads it); threads are laid over physical cores first and round-robin
-over memory nodes, so that a few threads still see every node's bandwidth. It must not know what jobs compute.
+Lives beside the native kernels because they all share the one pool. The processors come from the affinity mask, the
+number from the quota that the caller passes (only the memory room reads it); threads are laid over physical cores
+first and round-robin over memory nodes, so that a few threads still see every node's bandwidth. It must not know what
+jobs compute.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def _allowed() -> dict[int, tuple[int, str]]:
 
 
 def default_threads(busy: int = 0, quota: float | None = None) -> int:
-    """Threads when none are asked for: the physical cores of the affinity mask, at most what ``quota`` (processors' worth
-    of time, None for no limit) and ``busy`` processors, which other threads of this process keep, leave."""
+    """Threads when none are asked for: the physical cores of the affinity mask, at most what ``quota`` (processors'
+    worth of time, None for no limit) and ``busy`` processors, which other threads of this process keep, leave."""
     allowed = _allowed()
     cores = len({core for _, core in allowed.values()})
     granted = len(allowed) if quota is None else min(len(allowed), quota)
