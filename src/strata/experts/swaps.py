@@ -62,14 +62,14 @@ class SwapEngine:
             return False
         spare = self.spares.pop()
         slots.invalidate(spare)
-        source: int | None = swap.promoted
+        loaded: int | None = swap.promoted
         tier = Tier(int(self._store.host_tier[swap.promoted]))
         self.num_from[tier] += 1
         if self._injection is not None:
-            source = self._injection.before_swap(swap.promoted, tier, len(slots.slot_of))
+            loaded = self._injection.before_swap(loaded, tier, len(slots.slot_of))
         loading = None
-        if source is not None:
-            (loading,) = self._mover.load([source], [slots.slot_address(spare)])
+        if loaded is not None:
+            (loading,) = self._mover.load([loaded], [slots.slot_address(spare)])
         self._running.append(_Running(swap, spare, loading))
         return True
 
