@@ -95,6 +95,11 @@ class _Sizes:
         prompt which borrows them still meets experts in VRAM."""
         return max(2, min(self.layer // 2, self.quarter // 2))
 
+    @property
+    def wide_ring(self) -> int:
+        """As many as may be under way at once, so that more copies wait than there are staging buffers."""
+        return max(4, min(self.layer // 2, self.quarter))
+
     def copy_bytes(self, share: float) -> int:
         """``share`` of the copy in RAM that a quarter of the slots leaves."""
         return int(share * (self.total - self.quarter) * self.blob_bytes)
@@ -197,7 +202,7 @@ def _host_arms(model: OpenModel) -> list[Arm]:
         ),
         Arm(
             LATE,
-            {**slots, **some, "arena_pin_gib": "none", "stager_ring": 2},
+            {**slots, **some, "arena_pin_gib": "none", "stager_ring": 2, "prefill_ring": sizes.wide_ring},
             (PATH_3, "misses_pageable", "staged_bytes", "buffer_waits"),
             HostFaults(copies="last_moment", late_queries=3),
         ),

@@ -62,11 +62,11 @@ class SwapEngine:
             return False
         spare = self.spares.pop()
         slots.invalidate(spare)
-        loaded: int | None = swap.promoted
+        expert = swap.promoted
         tier = Tier(int(self._store.host_tier[swap.promoted]))
         self.num_from[tier] += 1
-        if self._injection is not None:
-            loaded = self._injection.before_swap(loaded, tier, len(slots.slot_of))
+        injection, total = self._injection, len(slots.slot_of)
+        loaded = expert if injection is None else injection.before_swap(expert, tier, total)
         loading = None
         if loaded is not None:
             (loading,) = self._mover.load([loaded], [slots.slot_address(spare)])
