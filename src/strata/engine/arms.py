@@ -243,7 +243,7 @@ def _host_arms(model: OpenModel) -> list[Arm]:
         Arm(
             "swaps, budget and file",
             {**swapping, **tiers, "adapt_every": 1},
-            ("swaps", "swaps_pinned", "swaps_pageable", "swaps_file", "hits", "misses_file"),
+            ("swaps", "swaps_file", "hits", "misses_file"),
         ),
         Arm(
             "swaps, mapped file", {**swapping, "mmap_experts": True}, ("swaps", "swaps_mapped", "hits", "misses_mapped")
