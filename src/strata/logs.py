@@ -70,7 +70,7 @@ class LogFile(logging.FileHandler):
                 os.set_blocking(descriptor, True)
             if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
                 os.write(descriptor, b"\n")
-            return open(descriptor, self.mode, encoding=self.encoding, errors="backslashreplace")
+            return open(descriptor, "a", encoding=self.encoding, errors="backslashreplace")
         except BaseException:
             os.close(descriptor)
             raise
@@ -87,7 +87,7 @@ class LogFile(logging.FileHandler):
         try:
             super().close()
         except OSError:  # what waits to be written cannot be
-            self.stream = None  # type: ignore[assignment] # as ``logging`` leaves it
+            self.stream = None  # as ``logging`` leaves it
 
 
 def quiet_unless_asked(requested: Requested) -> None:

@@ -33,7 +33,8 @@ def main() -> None:
 def _serve(request: dict[str, Any], answers: IO[bytes]) -> None:
     headers = {name: text.encode() for name, text in request["headers"].items()}
     source = KernelSource(request["name"], request["text"].encode(), headers, request["part"])
-    image, answer = b"", {}
+    image = b""
+    answer: dict[str, Any] = {}
     try:
         image = compile_source(source, request["architecture"], defines=request["defines"])
         answer["bytes"] = len(image)
