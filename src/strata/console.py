@@ -29,6 +29,7 @@ def run() -> NoReturn:
 
         status = main()
     except KeyboardInterrupt:
+        interrupts.end()
         status = interrupts.STATUS
     except MemoryError:  # of the import; what comes after it tells its own
         os.write(2, b"strata: error: not enough memory to start\n  try: raise its limit (ulimit -v, ulimit -d)\n")

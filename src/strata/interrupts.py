@@ -56,7 +56,10 @@ def end_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def tell() -> None:
-    """The line that an interrupted command ends with; on a terminal behind the ``^C`` that it shows."""
+    """The line that an interrupted command ends with; on a terminal behind the ``^C`` that it shows. The program is about
+    to end: another press does nothing."""
+    if _begun:
+        end()
     try:  # noqa: SIM105 - contextlib would be one import more before ``begin``
         os.write(2, b"\nstrata: interrupted\n" if os.isatty(2) else b"strata: interrupted\n")
     except OSError:

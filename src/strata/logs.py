@@ -11,8 +11,8 @@ import os
 import stat
 import sys
 import time
-from io import TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 from strata.config import Requested
 from strata.errors import ConfigError
@@ -60,7 +60,7 @@ class LogFile(logging.FileHandler):
     takes nothing.
     """
 
-    def _open(self) -> TextIOWrapper:
+    def _open(self) -> Any:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         for name in ("O_CLOEXEC", "O_NONBLOCK", "O_NOCTTY"):
             flags |= getattr(os, name, 0)

@@ -191,6 +191,21 @@ assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert (done.stdout, done.stderr, done.returncode) == ("swallowed\nraised\n", "", 0)
 
 
+def test_whoever_was_told_hears_no_other_press() -> None:
+    done = run_python("""
+interrupts.begin()
+interrupts.in_order()
+try:
+    press()
+except KeyboardInterrupt:
+    interrupts.tell()
+    press()
+    press()
+    print("quiet")
+""")
+    assert (done.stdout, done.stderr, done.returncode) == ("quiet\n", "strata: interrupted\n", 0)
+
+
 def test_other_threads_are_let_alone() -> None:
     done = run_python("""
 import threading

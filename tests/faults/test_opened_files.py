@@ -24,10 +24,11 @@ import pytest
 from strata.cli.app import main
 from strata.engine.rates import rates_key
 from strata.kernels.cpu import pool
+from tests.patience import PATIENCE_S
 from tests.source_tree import PACKAGE, files
 
 SMALL = PACKAGE / "data" / "small"
-SECONDS = 60  # of a command that waits for nobody; one that waits for a pipe never ends
+SECONDS = int(PATIENCE_S)  # of a command; one that waits for a pipe never ends
 RUN = ("run", "PACK", "x", "--max-tokens", "1", "--device", "cpu")
 
 
@@ -88,10 +89,14 @@ def refused(path: Path) -> Iterator[None]:
         _refused.clear()
 
 
+class Waits(BaseException):
+    """Not for the program to catch."""
+
+
 @contextmanager
 def within_time() -> Iterator[None]:
     def late(number: int, frame: FrameType | None) -> None:
-        raise AssertionError(f"it waits after {SECONDS} s")
+        raise Waits(f"still after {SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(SECONDS)
@@ -163,6 +168,8 @@ def test_it_is_named_in_one_line(
     assert not any("Traceback" in line or "unexpected" in line for line in lines)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # eight commands
 def test_no_other_file_is_opened(scene: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the commands of ``FILES``, and by ``inspect --check``, below the scene's folder."""
     global _seen
