@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from strata.engine import device_prompt, device_rounds
+from strata.engine import device_prompt, device_rounds, planning
 from strata.engine.cancellation import Cancellation, Cancelled
 from strata.engine.session import Session
+from strata.experts import lender, system, taking
+from strata.memory import planner
 from tests.engine.conftest import VOCABULARY, load
 from tests.engine.emulated_device import device_runtime
 from tests.models.oracle import Pair, defined_ties, sample_ids
@@ -21,6 +23,7 @@ def _small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames of 32 rows, and any prompt of more than 8 rows in chunks."""
     monkeypatch.setattr(device_prompt, "FRAME_ROWS", 32)
     monkeypatch.setattr(device_rounds, "SHORT_ROWS", 8)
+    monkeypatch.setattr(planning, "SHORT_ROWS", 8)
 
 
 def prompt(count: int, seed: int = 3) -> list[int]:
@@ -91,6 +94,53 @@ def test_a_prompt_and_rounds_after_it_are_near_the_cpus(packs: dict[str, Path]) 
             found = conversation(Session(runtime))
         error = (found - expected).norm(dim=1) / expected.norm(dim=1)
         assert float(error.max()) < 0.02, error
+
+
+def test_buffers_borrowed_from_slots_change_no_bit_and_are_given_back(
+    packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt takes the memory of the last slots, which loses what lay there; rounds after it find it again."""
+    ids = prompt(75)
+    options: dict[str, Any] = {"expert_cache": 9, "adapt_every": 1, "prefill_ring": 3}
+    expected = transcript(packs["default"], ids, **options)
+    for module in (planner, taking):
+        monkeypatch.setattr(module, "LENT_PIECE", 4096)
+    monkeypatch.setattr(planner, "_lends_buffers", lambda *_: True)
+    for module in (planner, device_prompt):
+        monkeypatch.setattr(module, "prompt_bytes", lambda *_: 5000)
+    lost: list[int] = []
+    lend = lender.SlotLender.lend
+
+    def counted(own: lender.SlotLender, count: int, keep: set[int], nbytes: int = 0) -> list[int]:
+        found = lend(own, count, keep, nbytes)
+        lost.append(own.lent - len(found))
+        return found
+
+    monkeypatch.setattr(system.SlotLender, "lend", counted)
+    with device_runtime(packs["default"], **options) as runtime:
+        assert runtime.plan.lent_bytes == 5000
+        assert "prompt buffers" not in runtime.plan.vram
+        found = []
+        for _ in range(2):
+            session = Session(runtime)
+            found.append([session.read_prompt(ids)])
+            for _ in range(3):
+                found[-1].append(session.round([int(found[-1][-1].argmax())])[0])
+                session.commit(1, decoded=True)
+        statistics = runtime.statistics().experts
+    for one in found:
+        assert torch.equal(torch.stack(one), expected)
+    assert lost == [2 * 4096 // runtime.plan.stride + 2] * 2
+    assert statistics.experts_in_vram == 9
+
+
+def test_auto_cuts_a_prompt_into_chunks_of_one_length() -> None:
+    for count, most, expected in (
+        (32768, 34816, 32768), (40000, 34816, 20480), (34817, 34816, 18432), (700, 34816, 2048), (700, 512, 512),
+        (262144, 34816, 32768),
+    ):  # fmt: skip
+        assert device_prompt.even_rows(count, most, 2048) == expected
+        assert expected <= most
 
 
 def test_a_cancelled_prompt_leaves_the_next_one_right(packs: dict[str, Path]) -> None:

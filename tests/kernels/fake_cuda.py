@@ -83,10 +83,39 @@ class CUdeviceptr(int):
     pass
 
 
+class CUmemAllocationType(enum.IntEnum):
+    CU_MEM_ALLOCATION_TYPE_PINNED = 1
+
+
+class CUmemLocationType(enum.IntEnum):
+    CU_MEM_LOCATION_TYPE_DEVICE = 1
+
+
+class CUmemAllocationGranularity_flags(enum.IntEnum):  # noqa: N801
+    CU_MEM_ALLOC_GRANULARITY_RECOMMENDED = 1
+
+
+class CUmemAccess_flags(enum.IntEnum):  # noqa: N801
+    CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3
+
+
+class CUmemAllocationProp:
+    def __init__(self) -> None:
+        self.type = 0
+        self.location = SimpleNamespace(type=0, id=0)
+
+
+class CUmemAccessDesc:
+    def __init__(self) -> None:
+        self.flags = 0
+        self.location = SimpleNamespace(type=0, id=0)
+
+
 ENUMS = (
     CUresult, CUdevice_attribute, CUfunction_attribute, CUstream_flags, CUevent_flags,
     CUstreamCaptureMode,
-    CUmemcpySrcAccessOrder,
+    CUmemcpySrcAccessOrder, CUmemAllocationType, CUmemLocationType, CUmemAllocationGranularity_flags,
+    CUmemAccess_flags,
 )  # fmt: skip
 
 
@@ -149,6 +178,10 @@ class FakeCuda:
     kernels: dict[str, Kernel] = field(default_factory=lambda: {"nothing": Kernel((), lambda grid, block: None)})
     calls: list[str] = field(default_factory=list)
     compiled: list[tuple[bytes, tuple[bytes, ...], tuple[bytes, ...]]] = field(default_factory=list)
+    maps_memory: bool = True
+    ranges: dict[int, Any] = field(default_factory=dict)
+    created: dict[int, int] = field(default_factory=dict)  # bytes by handle
+    mapped: dict[int, int] = field(default_factory=dict)  # bytes by address
     device_memory: dict[int, Any] = field(default_factory=dict)
     pinned: dict[int, int] = field(default_factory=dict)
     host_memory: dict[int, Any] = field(default_factory=dict)
@@ -176,7 +209,13 @@ class FakeCuda:
             "CU_MEMHOSTREGISTER_PORTABLE": 1,
             "CU_MEMHOSTREGISTER_DEVICEMAP": 2,
         }
-        vars(driver).update({kind.__name__: kind for kind in (*ENUMS, CUmemcpyAttributes, CUdeviceptr)} | constants)
+        vars(driver).update(
+            {
+                kind.__name__: kind
+                for kind in (*ENUMS, CUmemcpyAttributes, CUmemAllocationProp, CUmemAccessDesc, CUdeviceptr)
+            }
+            | constants
+        )
         for module, prefix in ((driver, "cu"), (nvrtc, "nvrtc")):
             for name, method in inspect.getmembers(self, inspect.ismethod):
                 if name.startswith(prefix) and name[len(prefix)].isupper():
@@ -281,6 +320,52 @@ class FakeCuda:
         address = -(-ctypes.addressof(raw) // 4096) * 4096 + (512 if self.unaligned else 0)
         self.device_memory[address] = (raw, bytesize)
         return CUresult.CUDA_SUCCESS, CUdeviceptr(address)
+
+    # Address ranges and the memory behind them.
+    def cuMemGetAllocationGranularity(self, prop: Any, option: Any) -> Result:
+        return CUresult.CUDA_SUCCESS, 4096
+
+    def cuMemAddressReserve(self, size: int, alignment: int, addr: int, flags: int) -> Result:
+        self._new("range")
+        raw = (ctypes.c_uint8 * (size + 8192))()
+        address = -(-ctypes.addressof(raw) // 4096) * 4096
+        self.ranges[address] = (raw, size)
+        return CUresult.CUDA_SUCCESS, CUdeviceptr(address)
+
+    def cuMemAddressFree(self, ptr: int, size: int) -> Result:
+        assert self.ranges.pop(ptr)[1] == size
+        assert not any(ptr <= at < ptr + size for at in self.mapped), "memory is mapped still"
+        return self._end("range")
+
+    def cuMemCreate(self, size: int, prop: Any, flags: int) -> Result:
+        if not self.maps_memory:
+            return CUresult.CUDA_ERROR_NOT_SUPPORTED, 0
+        if size > self.cards[0].memory_free:
+            return CUresult.CUDA_ERROR_OUT_OF_MEMORY, 0
+        self.cards[0].memory_free -= size
+        handle = self._new("mapped memory")
+        self.created[handle] = size
+        return CUresult.CUDA_SUCCESS, handle
+
+    def cuMemMap(self, ptr: int, size: int, offset: int, handle: int, flags: int) -> Result:
+        assert self.created[handle] == size
+        assert ptr not in self.mapped
+        self.mapped[ptr] = size
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemSetAccess(self, ptr: int, size: int, desc: Any, count: int) -> Result:
+        assert len(desc) == count == 1
+        assert sum(n for at, n in self.mapped.items() if ptr <= at < ptr + size) == size, "a hole in a range"
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemUnmap(self, ptr: int, size: int) -> Result:
+        assert self.mapped.pop(ptr) == size
+        ctypes.memset(ptr, 0xEE, size)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemRelease(self, handle: int) -> Result:
+        self.cards[0].memory_free += self.created.pop(handle)
+        return self._end("mapped memory")
 
     def cuMemFree(self, dptr: int) -> Result:
         _, nbytes = self.device_memory.pop(int(dptr))

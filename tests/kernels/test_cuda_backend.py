@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 from collections.abc import Iterator
@@ -101,6 +102,55 @@ def test_a_buffer_is_aligned_whatever_the_driver_gives(fake: FakeCuda, backend: 
     del buffer
     gc.collect()
     assert not fake.device_memory, "a collected buffer is freed"
+
+
+def test_the_end_of_a_buffer_is_lent_and_comes_back_at_its_address(backend: CudaBackend, fake: FakeCuda) -> None:
+    free = fake.cards[0].memory_free
+    buffer = backend.allocate_lendable(MIB + 5000, 64 << 10)
+    whole = fake.cards[0].memory_free
+    assert 0 < free - MIB - 5000 - whole < 4096, "whole pages"
+    ctypes.memset(buffer.address, 7, MIB + 5000)
+    for asked, pieces in ((1, 1), (64 << 10, 1), ((64 << 10) + 1, 2), (4 * MIB, 17)):
+        lent = buffer.lend(asked)
+        taken = pieces * (64 << 10) if pieces < 17 else MIB + 8192
+        assert lent == taken - (MIB + 8192 - (MIB + 5000)), "less what is behind the buffer's own end"
+        assert fake.cards[0].memory_free == whole + taken
+        assert backend.statistics().charged_bytes == taken
+        kept = MIB + 5000 - lent
+        assert ctypes.string_at(buffer.address, kept) == b"\7" * kept
+        buffer.take_back()
+        assert fake.cards[0].memory_free == whole
+        assert backend.statistics().charged_bytes == 0
+        ctypes.memset(buffer.address, 7, MIB + 5000)
+    buffer.lend(1)
+    buffer.free()
+    assert fake.cards[0].memory_free == free
+    assert fake.live["range"] == fake.live["mapped memory"] == 0
+    assert backend.statistics().device_bytes == backend.statistics().charged_bytes == 0
+
+
+def test_lent_memory_that_another_program_took_stays_lent(backend: CudaBackend, fake: FakeCuda) -> None:
+    buffer = backend.allocate_lendable(MIB, 64 << 10)
+    lent = buffer.lend(100 << 10)
+    free, fake.cards[0].memory_free = fake.cards[0].memory_free, 64 << 10  # one of the two pieces
+    with pytest.raises(DeviceMemoryFull) as full:
+        buffer.take_back()
+    assert full.value.asked == lent == 128 << 10
+    assert fake.cards[0].memory_free == 64 << 10, "what was taken is given back"
+    fake.cards[0].memory_free = free
+    buffer.take_back()
+    assert backend.statistics().device_bytes == MIB
+    buffer.free()
+
+
+def test_a_driver_that_maps_no_memory_is_told_the_option(backend: CudaBackend, fake: FakeCuda) -> None:
+    fake.maps_memory = False
+    with pytest.raises(MemoryPlanError) as refused:
+        backend.allocate_lendable(MIB, 64 << 10)
+    assert refused.value.hint == "use --no-prefill-borrow"
+    assert fake.live["range"] == backend.statistics().device_bytes == 0
+    with pytest.raises(DeviceMemoryFull):
+        backend.allocate_lendable(11 * MIB, 64 << 10)
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])

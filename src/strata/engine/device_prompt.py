@@ -24,6 +24,7 @@ from strata.kernels.cuda.prompt.frame import FRAME_ROWS, Frame, frames_of
 from strata.kernels.cuda.prompt.ops import DenseWeights, PromptOps
 from strata.kernels.cuda.prompt.order import compute_of
 from strata.kvcache.prompt_state import PassState
+from strata.memory.planner import prompt_bytes
 
 if TYPE_CHECKING:
     from strata.engine.cancellation import Cancellation
@@ -35,9 +36,17 @@ if TYPE_CHECKING:
     from strata.models.family import LogitRows, Model
     from strata.quant.layout import ExpertLayout
 
-__all__ = ["ChunkReader", "DevicePrompt"]
+__all__ = ["ChunkReader", "DevicePrompt", "even_rows"]
 
 LEARNED_ROUNDS = 64  # a prompt counts for as many rounds in what the expert cache learns
+
+
+def even_rows(count: int, most: int, frame_rows: int) -> int:
+    """Rows of the chunks of a prompt of ``count`` rows, of at most ``most`` each: as few chunks as that takes, alike to
+    a frame. ``most`` itself where it is no whole number of frames."""
+    if most % frame_rows:
+        return most
+    return -(-count // -(-count // most) // frame_rows) * frame_rows
 
 
 class _Brought(NamedTuple):
@@ -63,11 +72,16 @@ class DevicePrompt:
         scales: torch.Tensor,
         chunk_rows: int,
         *,
+        even: bool = False,
         frame_rows: int | None = None,
     ) -> None:
-        """``scales``: [layers, experts, 3] FP32 on the device."""
+        """``scales``: [layers, experts, 3] FP32 on the device.
+
+        ``even``: a prompt's chunks are of one length, at most ``chunk_rows``.
+        """
         self._model, self._experts, self._layout, self._machine = model, experts, layout, machine
         self._state, self._scales = state, scales
+        self._even = even
         self._chunk_rows, self._frame_rows = chunk_rows, frame_rows or FRAME_ROWS
         self._compute = compute_of(machine, backend)
         self._calls = calls_for(machine.device)
@@ -78,18 +92,27 @@ class DevicePrompt:
         """For a prompt of ``count`` more rows: slots are borrowed inside, and given back filled."""
         with ExitStack() as owned, torch.no_grad():
             first, last = self._state.length, self._state.length + count - 1
-            chunks = last // self._chunk_rows - first // self._chunk_rows + 1
-            stream = self._experts.open_stream(self._compute, chunks, self._model.config.num_layers, count)
+            chunk_rows = self._chunk_rows
+            if self._even:
+                chunk_rows = even_rows(count, chunk_rows, self._frame_rows)
+            chunks = last // chunk_rows - first // chunk_rows + 1
+            rows = min(count, chunk_rows)
+            held = -(-rows // self._frame_rows) * self._frame_rows + (self._frame_rows if first else 0)
+            nbytes = prompt_bytes(self._experts.plan.shape, held, last + 1)
+            stream = self._experts.open_stream(self._compute, chunks, self._model.config.num_layers, nbytes)
             owned.callback(self._experts.end_prompt)
             owned.callback(self._compute.synchronize)  # before slots are filled again
-            rows = min(count, self._chunk_rows)
             with self._compute.scope():
                 buffers = ChunkExperts(
                     self._layout, rows, self._model.config.top_k, self._machine.device, self._machine.multiprocessors
                 )
-                reader = ChunkReader(self, stream, buffers)
-                yield reader
-                reader.end(count)
+                reader = ChunkReader(self, stream, buffers, chunk_rows)
+                del buffers  # the reader alone has them: their memory may be lent slots'
+                try:
+                    yield reader
+                    reader.end(count)
+                finally:
+                    reader.release()
 
     def _new_ops(self, frame: Frame, weights: DenseWeights) -> PromptOps:
         return PromptOps(frame, self._calls, weights, self._compute.launch)
@@ -98,8 +121,9 @@ class DevicePrompt:
 class ChunkReader:
     """One prompt being read."""
 
-    def __init__(self, prompt: DevicePrompt, stream: CardStream, buffers: ChunkExperts) -> None:
+    def __init__(self, prompt: DevicePrompt, stream: CardStream, buffers: ChunkExperts, chunk_rows: int) -> None:
         self._prompt, self._stream, self._buffers = prompt, stream, buffers
+        self.chunk_rows = chunk_rows  # chunks end at multiples of it
         self._parts = prompt._state.begin_prompt()
         self._weights = DenseWeights()
         device = prompt._machine.device
@@ -140,6 +164,12 @@ class ChunkReader:
         prompt._state.end_prompt(self._parts)
         counts = self._counts.cpu().numpy().astype(np.int64)
         prompt._experts.learn(counts, min(1.0, LEARNED_ROUNDS / count))
+
+    def release(self) -> None:
+        """Drops every tensor, once what is enqueued is complete; no call comes after it."""
+        self._prompt._compute.synchronize()
+        for name in ("_buffers", "_parts", "_weights", "_counts", "_orders", "_experts_LE", "_addresses_LE"):
+            self.__dict__.pop(name, None)
 
     def _forward(self, frame: Frame, ids: list[int], wanted: int | None, meet: Any) -> torch.Tensor | None:
         prompt = self._prompt

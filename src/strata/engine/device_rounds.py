@@ -93,10 +93,11 @@ class DeviceRounds:
         by_hand: bool = False,
         stages: Stages | None = None,
         chunk_rows: int | None = None,
+        even_chunks: bool = False,
     ) -> None:
-        """``chunk_rows``: of a prompt's chunks; None: prompts run as windows alone. ``by_hand``: the host hands each
-        layer's CPU part over, without asking whether the mailbox works. ``stages`` of the load that these are a part
-        of."""
+        """``chunk_rows``: of a prompt's chunks, at most where they are ``even_chunks``; None: prompts run as windows.
+        ``by_hand``: the host hands each layer's CPU part over, without asking whether the mailbox works. ``stages`` of
+        the load that these are a part of."""
         config, device = model.config, machine.device
         self._model, self._experts, self._layout, self._machine = model, experts, layout, machine
         self._top_k, self._vocabulary = config.top_k, config.vocabulary
@@ -128,7 +129,9 @@ class DeviceRounds:
             self.reader: DevicePrompt | None = None
             if chunk_rows is not None:
                 scales = self.dispatch.tables.scales
-                self.reader = DevicePrompt(model, experts, layout, machine, backend, self.state, scales, chunk_rows)
+                self.reader = DevicePrompt(
+                    model, experts, layout, machine, backend, self.state, scales, chunk_rows, even=even_chunks
+                )
             self._owned.push(owned.pop_all())
         self.limit_ms = FILE_ROUND_LIMIT_MS if self.dispatch.reads_files else ROUND_LIMIT_MS
         if self.dispatch.reads_files:
@@ -382,6 +385,11 @@ class DeviceSequence:
         self._rounds = rounds
         self._before_last = 0
         self._reader: ChunkReader | None = None
+
+    @property
+    def chunk_rows(self) -> int | None:
+        """Of the prompt that is being read, where the device chose them."""
+        return None if self._reader is None else self._reader.chunk_rows
 
     @contextmanager
     def prompt(self, ids: Sequence[int]) -> Iterator[None]:

@@ -17,7 +17,7 @@ from strata.engine.plan_subject import DenseMatrix, PlanSubject
 from strata.engine.rates import LayerCosts, Rates
 from strata.experts.dispatch import WINDOW_ROWS
 from strata.kernels.rates import ByRows
-from strata.memory.planner import ResolvedPlan
+from strata.memory.planner import ResolvedPlan, lent_slots
 
 __all__ = ["PROMPT_TOKENS", "Forecast", "covers", "forecast", "interpolate", "unmeasured"]
 
@@ -124,7 +124,8 @@ def find_places(plan: ResolvedPlan) -> Places:
     outside = max(0, total - min(total, in_ram))
     room = max(0, plan.request.ram_bytes - plan.ram_bytes)
     cached = 0.0 if plan.direct_reads else min(1.0, room / (outside * plan.stride)) if outside else 0.0
-    lent = min(plan.ring_slots, plan.num_slots) if plan.ring_borrowed else 0
+    buffers = lent_slots(plan.lent_bytes, plan.stride)
+    lent = min(plan.ring_slots + buffers, plan.num_slots) if plan.ring_borrowed else 0
     ring = 0.0 if plan.ring_slots == 0 else 1 - (plan.num_slots - lent) / total
     return Places(1 - outside / total, outside / total * cached, outside / total * (1 - cached), ring, lent,
                   plan.mode == "mapped")  # fmt: skip

@@ -12,12 +12,15 @@ from strata.config import BY_NAME, Requested
 from strata.engine.rates import kept_rates
 from strata.errors import ConfigError, MemoryPlanError
 from strata.kernels.cuda.program import MAX_WINDOW
-from strata.kernels.cuda.prompt.frame import EDGE_ROWS
-from strata.memory.planner import GIB, MIB, fixed_bytes
+from strata.kernels.cuda.prompt.frame import EDGE_ROWS, FRAME_ROWS, SHORT_ROWS
+from strata.memory.planner import GIB, LEAST_RING, MIB, expert_stride, fixed_bytes, lent_slots, prompt_bytes
 from strata.memory.probe import Machine
 from strata.memory.requests import DeviceRoom, MemoryRequest, ModelShape, PinRequest, pin_arena, pin_complement
+from strata.memory.stager_sizing import RING_SLOTS
+from strata.option_values import Prefill
 
 __all__ = [
+    "card_chunk_rows",
     "choose_chunk_rows",
     "choose_context",
     "device_room",
@@ -29,7 +32,9 @@ __all__ = [
 
 CPU_CHUNK_ROWS = 512  # on the CPU a larger chunk saves no copies: experts are computed where they lie
 HEADROOM_DIVISOR = 4  # free RAM that nobody asked to keep is at most this part of what may be taken
-CHUNK_SHARE = 6  # part of what is left for experts that the rows of an 'auto' chunk may take
+CHUNK_SHARE = 6  # part of what is left for experts that reserved rows of an 'auto' chunk may take
+RESIDENT_ROWS = 8192  # of a chunk that streams nothing: more save nothing
+FLOP_PER_BYTE = 7400  # of a prompt's rows while a byte of an expert crosses the link, as measured on an H200
 AUTO_CONTEXT = 8192  # what 'auto' takes of a longer model: KV for more is planned only when asked for
 
 
@@ -117,17 +122,69 @@ def request_of_windows(request: MemoryRequest) -> MemoryRequest:
 
 
 def request_of_card(request: MemoryRequest, requested: Requested, shape: ModelShape, room: DeviceRoom) -> MemoryRequest:
-    """For a card on which prompts run in chunks. 'auto' takes as many rows as its bound allows and a part of what is
-    left for experts holds: no row's bits depend on it."""
-    request = replace(request, chunk_rows=requested.prefill.rows, pass_rows=MAX_WINDOW, as_windows=True, in_chunks=True)
-    if not requested.prefill.is_auto or room.free_bytes is None:
+    """For a card on which prompts run in chunks: of exactly what was asked for, or of ``card_chunk_rows``. Chunks that
+    are no longer than what is read as windows make all of a prompt windows."""
+    prefill = requested.prefill
+    if not prefill.is_auto and prefill.rows <= SHORT_ROWS:
+        return request_of_windows(replace(request, chunk_rows=prefill.rows))
+    request = replace(request, chunk_rows=prefill.rows, pass_rows=MAX_WINDOW, as_windows=True, in_chunks=True)
+    if not prefill.is_auto or room.free_bytes is None:
         return request
-    fixed = fixed_bytes(shape, replace(request, chunk_rows=0)) + request.vram_reserve_bytes
-    most = max(0, room.free_bytes - fixed) // CHUNK_SHARE // max(1, shape.chunk_bytes_per_row)
-    rows = min(request.chunk_rows, -(-request.max_context // EDGE_ROWS) * EDGE_ROWS)
-    while rows > max(most, EDGE_ROWS):
-        rows = max(EDGE_ROWS, rows // 2 // EDGE_ROWS * EDGE_ROWS)
-    return replace(request, chunk_rows=rows)
+    most = request.max_context if prefill == Prefill() else min(prefill.rows, request.max_context)
+    return replace(request, chunk_rows=card_chunk_rows(shape, request, room.free_bytes, most))
+
+
+def card_chunk_rows(shape: ModelShape, request: MemoryRequest, free_bytes: int, most: int) -> int:
+    """Rows of an 'auto' chunk on a card with ``free_bytes`` of VRAM: about half more than those whose compute covers
+    the link, so that a prompt that is a little longer stays one chunk; fewer where their buffers do not fit. No row's
+    bits depend on it (decision record 0131). Whole frames, above ``most`` by less than one."""
+    stride, request = expert_stride(shape.blob_bytes), replace(request, chunk_rows=0)
+    beside = fixed_bytes(shape, request) - prompt_bytes(shape, 0, request.max_context)
+    room = free_bytes - beside - request.vram_reserve_bytes
+    wanted = shape.total_experts if request.expert_cache is None else min(shape.total_experts, request.expert_cache)
+    largest = _whole_frames(most)
+
+    def buffers(rows: int) -> int:
+        return prompt_bytes(shape, min(rows, request.max_context), request.max_context)
+
+    plain = min(largest, RESIDENT_ROWS)
+    if room >= (wanted + request.adapt_swaps) * stride + buffers(plain):  # reserved: nothing of the cache is lost
+        reserved = [rows for rows in _frames_up_to(largest) if wanted * stride + buffers(rows) <= room]
+        return min(max(reserved, default=plain), _covering(shape, shape.total_experts - wanted))
+    slots = min(wanted, max(0, room) // stride) - request.adapt_swaps
+    if not request.prefill_borrow or slots - lent_slots(buffers(EDGE_ROWS), stride) < LEAST_RING:
+        left = max(0, room - buffers(0)) // CHUNK_SHARE // max(1, shape.chunk_bytes_per_row)
+        return max([EDGE_ROWS, *(rows for rows in _frames_up_to(min(largest, plain)) if rows <= left)])
+    fitting: list[int] = []
+    for ring in (RING_SLOTS, LEAST_RING):
+        fitting = [
+            rows for rows in (EDGE_ROWS, 2 * EDGE_ROWS, *_frames_up_to(largest))
+            if slots - lent_slots(buffers(rows), stride) >= ring
+        ]  # fmt: skip
+        if fitting:
+            break
+    best: int = fitting[-1]
+    for rows in fitting:
+        outside = shape.total_experts - slots + ring + lent_slots(buffers(rows), stride)
+        if rows >= _covering(shape, outside):
+            best = rows
+            break
+    return best
+
+
+def _covering(shape: ModelShape, outside: int) -> int:
+    """Rows of a chunk for ``outside`` experts that are streamed: half more than those that cover the link."""
+    return max(
+        RESIDENT_ROWS, _whole_frames(outside * shape.blob_bytes * FLOP_PER_BYTE * 3 // 2 // max(1, shape.row_flop))
+    )
+
+
+def _whole_frames(rows: int) -> int:
+    return -(-rows // FRAME_ROWS) * FRAME_ROWS
+
+
+def _frames_up_to(rows: int) -> range:
+    return range(FRAME_ROWS, rows + 1, FRAME_ROWS)
 
 
 def pin_request(requested: Requested, rule: PinRequest) -> PinRequest:

@@ -279,6 +279,7 @@ class Runtime:
                 model, experts, layout, device.machine, device.backend, context, kv_format(requested),
                 by_hand=requested.mailbox == "off", stages=stages,
                 chunk_rows=plan.request.chunk_rows if plan.request.in_chunks else None,
+                even_chunks=requested.prefill.is_auto,
             )  # fmt: skip
         try:
             rounds.prepare()

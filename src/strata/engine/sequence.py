@@ -33,6 +33,10 @@ class TokenSequence(Protocol):
     def lends(self) -> bool:
         """Whether the logits of ``forward`` lie in memory that the next call overwrites."""
 
+    @property
+    def chunk_rows(self) -> int | None:
+        """Of the prompt that is being read, where the sequence chooses them: no row's bits depend on its chunk."""
+
     def forward(
         self, ids: Sequence[int], logits: LogitRows, cancellation: Cancellation | None, *, certain: bool
     ) -> torch.Tensor | None:
@@ -61,6 +65,7 @@ class HostSequence:
 
     alive = True
     lends = False
+    chunk_rows = None
 
     def __init__(self, model: Model, ops: Ops, experts: ExpertExecutor, new_state: Callable[[], SequenceState]) -> None:
         self._model, self._ops, self._experts, self._new_state = model, ops, experts, new_state

@@ -27,9 +27,10 @@ __all__ = ["Session", "SessionStatistics", "chunk_bounds"]
 
 
 def chunk_bounds(start: int, end: int, chunk_rows: int) -> Iterator[tuple[int, int]]:
-    """Cuts positions [start, end) at the multiples of ``chunk_rows``: a function of option and position alone.
+    """Cuts positions [start, end) at the multiples of ``chunk_rows``.
 
-    Never of free memory, cache size or other requests, so that a prompt's arithmetic is always cut alike.
+    Where a row's bits depend on its chunk, ``chunk_rows`` is a function of the option alone, never of free memory,
+    cache size or other requests. On a card they do not (decision record 0131), and link and VRAM choose.
     """
     while start < end:
         stop = min(end, (start // chunk_rows + 1) * chunk_rows)
@@ -129,7 +130,7 @@ class Session:
         logits_TV: torch.Tensor | None = None
         try:
             with self._sequence.prompt(ids):
-                for first, stop in chunk_bounds(start, end, self._runtime.chunk_rows):
+                for first, stop in chunk_bounds(start, end, self._sequence.chunk_rows or self._runtime.chunk_rows):
                     chunk = ids[first - start : stop - start]
                     logits_TV = self._forward(chunk, "last" if stop == end else "none", cancellation, certain=True)
                     self.commit(len(chunk))

@@ -77,6 +77,7 @@ def _shape(
         round_bytes=max(1, whole - per_token * config.max_positions),
         round_bytes_per_token=per_token,
         chunk_bytes_per_row=config.chunk_bytes() + LIBRARY_BYTES // FRAME_ROWS,
+        row_flop=2 * (dense_bytes + 3 * num_layers * config.top_k * config.hidden * config.expert_intermediate),
         frame_bytes=max(1, frame - frame_per_token * config.max_positions) + 2 * dense_bytes // num_layers + AT_ONCE,
         frame_bytes_per_token=frame_per_token,
         mailbox_bytes=mailbox_bytes(config.hidden, config.top_k, config.vocabulary) + config.gathered_bytes(MAX_WINDOW),

@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from strata.kernels.backend import LendableBuffer
+
 __all__ = ["NOBODY", "SlotCache"]
 
 NOBODY = -1
@@ -21,7 +23,11 @@ class SlotCache:
     ``slot_of`` and ``stamp_of`` remember for each expert its slot (or -1) and that slot's generation at admission.
     """
 
-    def __init__(self, address: int, num_slots: int, stride: int, num_experts: int) -> None:
+    def __init__(
+        self, address: int, num_slots: int, stride: int, num_experts: int, buffer: LendableBuffer | None = None
+    ) -> None:
+        """``buffer``: what the slots lie in where its end may be lent as plain memory."""
+        self.buffer = buffer
         self.address = address
         self.num_slots = num_slots
         self.stride = stride

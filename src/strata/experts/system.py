@@ -38,9 +38,9 @@ from strata.experts.taking import (
     warn_of_little_memory,
 )
 from strata.experts.tiers import Tier
-from strata.kernels.backend import Backend
+from strata.kernels.backend import Backend, DeviceMemoryFull
 from strata.kernels.cpu.stager import Stager
-from strata.memory.planner import ResolvedPlan, format_bytes
+from strata.memory.planner import ResolvedPlan, format_bytes, lent_slots
 from strata.memory.system import system
 from strata.quant.layout import ExpertLayout
 from strata.stages import Stages
@@ -227,11 +227,13 @@ class ExpertSystem:
         self._owned.callback(region.free)
         return region.address, count
 
-    def open_stream(self, compute: ComputeOrder, num_chunks: int, num_layers: int, num_rows: int) -> CardStream:
-        """What streams a prompt of ``num_rows`` rows to a card, with slots borrowed or reserved for it, until
-        ``end_prompt``."""
+    def open_stream(self, compute: ComputeOrder, num_chunks: int, num_layers: int, nbytes: int) -> CardStream:
+        """What streams a prompt to a card, with slots borrowed or reserved for it, until ``end_prompt``. ``nbytes``: of
+        buffers, which the cache lends too where they are not reserved."""
         assert self._ring is None, "one prompt is read at a time"
-        slots = self._take_ring(2 * self.store.num_experts) if self._ring_limit else []
+        self.end_prompt()  # what could not be taken back before
+        nbytes = min(nbytes, self.plan.lent_bytes)
+        slots = self._take_ring(2 * self.store.num_experts, nbytes) if self._ring_limit else []
         self._ring = CardStream(self.store, self.mover, slots, compute, num_chunks, num_layers)
         return self._ring
 
@@ -262,14 +264,18 @@ class ExpertSystem:
 
     def end_prompt(self) -> None:
         """Gives borrowed slots back to the cache and fills them. The first decode window after a prompt does it too."""
-        if self._ring is None:
+        if self._ring is not None:
+            self._ring.settle()
+            self._ring_loads += self._ring.num_loads
+            self._ring_unused += self._ring.num_unused
+            self._ring = None
+        if not self._lender.lent:
             return
-        self._ring.settle()
-        self._ring_loads += self._ring.num_loads
-        self._ring_unused += self._ring.num_unused
-        self._ring = None
-        if self._lender.lent:
+        try:
             self._lender.refill()
+        except DeviceMemoryFull as full:
+            short = format_bytes(full.asked)
+            logger.warning("another program took VRAM: %s of expert slots stay empty until the next prompt", short)
 
     def statistics(self) -> ExpertStatistics:
         dispatch = self._device.counters if self._device else self.dispatcher.counters
@@ -353,16 +359,17 @@ class ExpertSystem:
         assert not isinstance(self._ring, CardStream), "a card streams by itself"
         return self._ring
 
-    def _take_ring(self, most: int) -> list[int]:
+    def _take_ring(self, most: int, nbytes: int = 0) -> list[int]:
         """Addresses of slots for a prompt: borrowed, at most ``most``, or those that are reserved."""
         self.swaps.finish()
         slots = self.store.slots
         if not self.plan.ring_borrowed:
             first = self.plan.num_slots + self.plan.num_spares
             return [slots.slot_address(slot) for slot in range(first, first + self._ring_limit)]
-        addresses = self._lender.lend(min(self._ring_limit, most), keep=set(self.swaps.spares))
+        addresses = self._lender.lend(min(self._ring_limit, most), keep=set(self.swaps.spares), nbytes=nbytes)
         borrowed = count_of(len(addresses), "slot")
-        logger.info("the prompt borrows %s (%s)", borrowed, format_bytes(len(addresses) * slots.stride))
+        buffers = f", and {count_of(lent_slots(nbytes, slots.stride), 'slot')} for its buffers" if nbytes else ""
+        logger.info("the prompt borrows %s (%s)%s", borrowed, format_bytes(len(addresses) * slots.stride), buffers)
         return addresses
 
 

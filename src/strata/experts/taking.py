@@ -17,10 +17,10 @@ from strata.errors import MemoryPlanError, StrataError
 from strata.experts.policy import rank_experts
 from strata.experts.slots import SlotCache
 from strata.experts.source import ExpertFile
-from strata.kernels.backend import Backend, DeviceMemoryFull, DeviceStream, PinRefused
+from strata.kernels.backend import Backend, Buffer, DeviceMemoryFull, DeviceStream, PinRefused
 from strata.memory.locked_memory import LockedMemory
 from strata.memory.page_lock import take_memory
-from strata.memory.planner import ResolvedPlan, format_bytes
+from strata.memory.planner import LENT_PIECE, ResolvedPlan, format_bytes
 from strata.memory.stager_sizing import StagerSizing, size_stager
 from strata.memory.system import system
 from strata.words import count_of
@@ -91,11 +91,14 @@ def take_experts(
 
 
 def _take_slots(plan: ResolvedPlan, file: ExpertFile, backend: Backend, owned: ExitStack) -> SlotCache:
-    address = 0
+    address, lendable = 0, None
     if plan.num_device_slots:
         nbytes = plan.num_device_slots * plan.stride
         try:
-            buffer = backend.allocate(nbytes)
+            if plan.lent_bytes:
+                buffer: Buffer = (lendable := backend.allocate_lendable(nbytes, LENT_PIECE))
+            else:
+                buffer = backend.allocate(nbytes)
         except DeviceMemoryFull as full:
             raise MemoryPlanError(
                 f"the device refuses {format_bytes(nbytes)} of expert slots, {format_bytes(full.free)} are free",
@@ -104,7 +107,7 @@ def _take_slots(plan: ResolvedPlan, file: ExpertFile, backend: Backend, owned: E
             ) from full
         owned.callback(buffer.free)
         address = buffer.address
-    return SlotCache(address, plan.num_device_slots, plan.stride, file.num_layers * file.num_experts)
+    return SlotCache(address, plan.num_device_slots, plan.stride, file.num_layers * file.num_experts, lendable)
 
 
 def _take_ram(

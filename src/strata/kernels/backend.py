@@ -18,6 +18,7 @@ __all__ = [
     "DeviceInfo",
     "DeviceMemoryFull",
     "DeviceStream",
+    "LendableBuffer",
     "PinRefused",
     "Registration",
 ]
@@ -48,6 +49,16 @@ class Buffer(Protocol):
     nbytes: int
 
     def free(self) -> None: ...
+
+
+class LendableBuffer(Buffer, Protocol):
+    """A buffer whose end somebody else may have for a while: on a card torch, for its tensors."""
+
+    def lend(self, nbytes: int) -> int:
+        """Gives up at least ``nbytes`` at the end, which nothing uses any more; how many. Their contents are lost."""
+
+    def take_back(self) -> None:
+        """The lent range is valid again. Raises ``DeviceMemoryFull`` where it cannot be yet: it stays lent."""
 
 
 class Registration(Protocol):
@@ -99,6 +110,9 @@ class Backend(Protocol):
 
     def allocate(self, nbytes: int) -> Buffer:
         """Device memory under the cap. Raises ``DeviceMemoryFull``."""
+
+    def allocate_lendable(self, nbytes: int, piece_bytes: int) -> LendableBuffer:
+        """As ``allocate``; its end can be lent in pieces of ``piece_bytes``."""
 
     def allocate_pinned(self, nbytes: int, *, mapped: bool = True) -> tuple[Buffer, Registration]:
         """One page-locked, portable allocation. Raises ``PinRefused``.

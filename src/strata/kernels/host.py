@@ -77,6 +77,9 @@ def _anonymous(nbytes: int) -> mmap.mmap:
     return region
 
 
+LOST = 0xA5  # every byte of memory that was lent
+
+
 class HostBuffer:
     """RAM standing in for device memory or for one page-locked allocation. Freed once."""
 
@@ -95,6 +98,22 @@ class HostBuffer:
     def __del__(self) -> None:
         if getattr(self, "_map", None) is not None:
             self.free()
+
+
+class HostLendable(HostBuffer):
+    """A buffer whose end can be lent; what lay there is overwritten, as it would be."""
+
+    piece_bytes = 4096
+    lent = 0
+
+    def lend(self, nbytes: int) -> int:
+        assert not self.lent, "memory is lent once at a time"
+        self.lent = min(self.nbytes, -(-nbytes // self.piece_bytes) * self.piece_bytes)
+        ctypes.memset(self.address + self.nbytes - self.lent, LOST, self.lent)
+        return self.lent
+
+    def take_back(self) -> None:
+        self.lent = 0
 
 
 class HostRegistration:
@@ -307,6 +326,16 @@ class HostBackend:
         if nbytes <= 0 or nbytes > self._free_bytes():
             raise DeviceMemoryFull(nbytes, self._free_bytes())
         buffer = HostBuffer(nbytes, lambda freed: self._forget(self._device, freed.address))
+        with self._lock:
+            self._device[buffer.address] = nbytes
+        return buffer
+
+    def allocate_lendable(self, nbytes: int, piece_bytes: int) -> HostLendable:
+        self._check_poison()
+        if nbytes <= 0 or nbytes > self._free_bytes():
+            raise DeviceMemoryFull(nbytes, self._free_bytes())
+        buffer = HostLendable(nbytes, lambda freed: self._forget(self._device, freed.address))
+        buffer.piece_bytes = piece_bytes
         with self._lock:
             self._device[buffer.address] = nbytes
         return buffer

@@ -10,18 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from strata.errors import MemoryPlanError
+from strata.kernels.cuda.prompt.frame import EDGE_ROWS, SHORT_ROWS
 from strata.memory.requests import DeviceRoom, MemoryRequest, ModelShape, RamMode
 from strata.memory.stager_sizing import StagerSizing, size_stager
 from strata.words import count_of
 
 __all__ = [
     "GIB",
+    "LEAST_RING",
+    "LENT_PIECE",
     "MIB",
     "PAGE",
     "ResolvedPlan",
     "expert_stride",
     "fixed_bytes",
     "format_bytes",
+    "lent_slots",
     "plan",
     "prompt_bytes",
     "whole_pages",
@@ -34,6 +38,7 @@ MODES: tuple[RamMode, ...] = ("arena", "resident", "budget", "mapped")
 BLOB_ALIGNMENT = 64  # a cache line: a vector load never leaves a blob's own lines
 MAX_PAGE_PADDING = 1 / 64  # an expert is padded to whole pages while the padding is at most this share
 FEWEST_ROWS, ROWS_STEP = 256, 128  # of a prompt pass that a hint may name
+LENT_PIECE = 64 << 20  # device memory under slots is lent in pieces of this
 LEAST_RING = 64  # slots that a card's prompts stream through where no cache lends any
 TABLE_BYTES_PER_EXPERT = 64  # tier, address, alias, slot, generation, place, counts, three tensor scales
 
@@ -56,6 +61,7 @@ class ResolvedPlan:
     num_spares: int
     ring_slots: int
     ring_borrowed: bool
+    lent_bytes: int  # of slots, for buffers of a card's prompt; 0: its buffers are reserved
     num_ram_experts: int
     stager: StagerSizing
     vram: dict[str, int]
@@ -85,6 +91,9 @@ class ResolvedPlan:
         experts = f"{self.num_slots:,} of {self.shape.total_experts:,} experts in VRAM, {self.num_ram_experts:,} in RAM"
         ring = f"ring {count_of(self.ring_slots, 'slot')} {'borrowed' if self.ring_borrowed else 'reserved'}"
         ring = ring if self.ring_slots else "no ring"
+        if self.lent_bytes:
+            slots = count_of(lent_slots(self.lent_bytes, self.stride), "slot")
+            ring += f", buffers of a prompt {slots} borrowed"
         experts += self._pin_words()
         totals = f"VRAM {format_bytes(self.vram_bytes)} of {room}"
         totals += f", RAM {format_bytes(self.ram_bytes)} of {format_bytes(self.request.ram_bytes)}"
@@ -133,7 +142,9 @@ def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> Resol
         ring = min(LEAST_RING, 2 * shape.num_experts) if request.ring_slots is None else max(1, request.ring_slots)
         request = replace(request, prefill_borrow=False, ring_slots=ring)
     fixed = _fixed_pools(shape, request)
-    num_slots, num_spares, ring = _divide_device(shape, request, device, stride, sum(fixed.values()))
+    lent_bytes = fixed.pop("prompt buffers") if _lends_buffers(shape, request, device, stride, fixed) else 0
+    lent = lent_slots(lent_bytes, stride)
+    num_slots, num_spares, ring = _divide_device(shape, request, device, stride, sum(fixed.values()), lent)
     borrowed = request.prefill_borrow or ring == 0
     slots = {
         "expert slots": num_slots * stride,
@@ -149,7 +160,7 @@ def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> Resol
     else:
         vram = fixed | slots | {"reserve": request.vram_reserve_bytes if device.kind == "cuda" else 0}
         ram["device memory"] = sum(vram.values()) if device.kind == "cpu" else 0
-    lendable = min(ring, num_slots) if borrowed else 0
+    lendable = min(ring + lent, num_slots) if borrowed else 0
     messages: list[str] = []
     if ring and request.ring_slots is not None and ring < request.ring_slots:
         why = "the next layer's experts and this one's are all that is used"
@@ -174,6 +185,7 @@ def plan(shape: ModelShape, request: MemoryRequest, device: DeviceRoom) -> Resol
         num_spares=num_spares,
         ring_slots=ring,
         ring_borrowed=borrowed,
+        lent_bytes=lent_bytes,
         num_ram_experts=num_ram,
         stager=size_stager(request, mode, unpinned_share=1.0),
         vram=vram,
@@ -214,6 +226,26 @@ def prompt_bytes(shape: ModelShape, chunk_rows: int, max_context: int) -> int:
     return chunk_rows * shape.chunk_bytes_per_row + passes
 
 
+def lent_slots(nbytes: int, stride: int) -> int:
+    """Slots that lie, wholly or in part, in the pieces of device memory that hold ``nbytes``."""
+    return -(-nbytes // LENT_PIECE) * LENT_PIECE // stride + 2 if nbytes else 0
+
+
+def _lends_buffers(
+    shape: ModelShape, request: MemoryRequest, device: DeviceRoom, stride: int, fixed: dict[str, int]
+) -> bool:
+    """Whether a card's prompts borrow their buffers from slots: the cache gains by it, and holds them and a ring."""
+    if not (request.in_chunks and request.prefill_borrow) or device.free_bytes is None:
+        return False
+    room = device.free_bytes - sum(fixed.values()) - (request.vram_reserve_bytes if device.kind == "cuda" else 0)
+    buffers = fixed["prompt buffers"]
+    wanted = shape.total_experts if request.expert_cache is None else min(shape.total_experts, request.expert_cache)
+    if room >= (wanted + _count_spares(request, wanted, shape.total_experts)) * stride:
+        return False
+    num_slots = min(wanted, (room + buffers) // stride) - request.adapt_swaps
+    return num_slots - lent_slots(buffers, stride) >= LEAST_RING
+
+
 def _buffer_row_bytes(shape: ModelShape) -> int:
     return shape.prompt_bytes_per_row or 16 * 4 * shape.hidden
 
@@ -228,9 +260,9 @@ def _prompt_row_bytes(shape: ModelShape) -> int:
 
 
 def _divide_device(
-    shape: ModelShape, request: MemoryRequest, device: DeviceRoom, stride: int, fixed: int
+    shape: ModelShape, request: MemoryRequest, device: DeviceRoom, stride: int, fixed: int, lent: int
 ) -> tuple[int, int, int]:
-    """(cache slots, spare slots, ring slots) under the device's room."""
+    """(cache slots, spare slots, ring slots) under the device's room; ``lent`` slots are a prompt's buffers."""
     total = shape.total_experts
     if device.free_bytes is None:
         num_slots = min(total, request.expert_cache or 0)
@@ -242,13 +274,13 @@ def _divide_device(
     fit = room // stride
     if request.expert_cache is None:
         if fit >= total:
-            return total, 0, 0
+            return total, 0, _count_ring(shape, request, total, lent)
         ring = 0 if request.prefill_borrow else min(_count_ring(shape, request, fit), max(1, fit // 2))
         spares = min(_count_spares(request, fit, total), max(0, fit - ring - 1))
         num_slots = fit - spares - ring
-        return num_slots, spares, ring or _count_ring(shape, request, num_slots)
+        return num_slots, spares, ring or _count_ring(shape, request, num_slots, lent)
     num_slots = min(total, request.expert_cache)
-    spares, ring = _count_spares(request, num_slots, total), _count_ring(shape, request, num_slots)
+    spares, ring = _count_spares(request, num_slots, total), _count_ring(shape, request, num_slots, lent)
     needed = num_slots + spares + (0 if request.prefill_borrow else ring)
     if needed > fit:
         fitting = max(0, fit - (needed - num_slots))
@@ -269,13 +301,13 @@ def _count_spares(request: MemoryRequest, num_slots: int, total: int) -> int:
     return min(request.adapt_swaps, num_slots)
 
 
-def _count_ring(shape: ModelShape, request: MemoryRequest, num_slots: int) -> int:
+def _count_ring(shape: ModelShape, request: MemoryRequest, num_slots: int, lent: int = 0) -> int:
     """Slots that experts outside VRAM stream through in a prompt; 0: none is outside, or no slot exists."""
-    if num_slots == shape.total_experts or (num_slots == 0 and request.prefill_borrow):
+    if (num_slots == shape.total_experts and not lent) or (num_slots == 0 and request.prefill_borrow):
         return 0
     wanted = size_stager(request, "arena", unpinned_share=0.0).ring_slots
     wanted = min(wanted, 2 * shape.num_experts)  # this layer's experts and the next one's: more is never used
-    return min(wanted, num_slots) if request.prefill_borrow else wanted
+    return min(wanted, num_slots - lent) if request.prefill_borrow else wanted
 
 
 def _context_error(shape: ModelShape, request: MemoryRequest, device: DeviceRoom, short: int) -> MemoryPlanError:
@@ -291,6 +323,11 @@ def _context_error(shape: ModelShape, request: MemoryRequest, device: DeviceRoom
     if device.kind == "cpu":
         less = f", or use --max-context {request.max_context - saved}" if saved < request.max_context else ""
         return MemoryPlanError(message, f"raise --vram-gib to {needed} or leave it out{less}", short_bytes=short)
+    if request.in_chunks:  # windows take no buffers of a prompt, and compute its rows as rounds do
+        saved_bytes = prompt_bytes(shape, min(request.chunk_rows, request.max_context), request.max_context)
+        fewer = _fewer_rows(shape, request, short)
+        if saved_bytes >= short:
+            return MemoryPlanError(message, f"use --prefill {fewer}", short_bytes=short)
     rows = min(request.pass_rows, request.max_context)
     fewer = (rows - -(-short // _prompt_row_bytes(shape))) // ROWS_STEP * ROWS_STEP
     if fewer >= FEWEST_ROWS:  # costs speed of prompts alone
@@ -304,6 +341,13 @@ def _context_error(shape: ModelShape, request: MemoryRequest, device: DeviceRoom
         message += f"; its dense weights alone take {format_bytes(shape.dense_bytes)}"
     way = f"it takes --vram-gib {needed}" if device.is_capped else f"it takes {needed} GiB of free VRAM"
     return MemoryPlanError(message, f"{way} or --device cpu", short_bytes=short)
+
+
+def _fewer_rows(shape: ModelShape, request: MemoryRequest, short: int) -> int:
+    """Rows of a card's chunk that take ``short`` bytes less: whole frames' edges, or windows where no chunk fits."""
+    rows = min(request.chunk_rows, request.max_context)
+    fewer = (rows - -(-short // max(1, shape.chunk_bytes_per_row))) // EDGE_ROWS * EDGE_ROWS
+    return fewer if fewer >= EDGE_ROWS else SHORT_ROWS
 
 
 def _ram_error(request: MemoryRequest, other_ram: int, short: int) -> MemoryPlanError:

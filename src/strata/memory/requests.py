@@ -42,6 +42,7 @@ class ModelShape:
     round_bytes: int = 0  # recorded rounds of a card beside the state, at no position; 0: not known
     round_bytes_per_token: int = 0  # and for each position of the context
     chunk_bytes_per_row: int = 0  # of a card's prompt chunk, for each of its rows
+    row_flop: int = 0  # of a prompt's row, attention left out; an estimate from stored sizes
     frame_bytes: int = 0  # of a card's prompt pass at no position
     frame_bytes_per_token: int = 0  # and for each position of the context
     mailbox_bytes: int = 0  # page-locked RAM that a card's rounds share with the host

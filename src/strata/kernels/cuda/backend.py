@@ -16,7 +16,8 @@ from typing import Any
 from strata.errors import MemoryPlanError
 from strata.kernels.backend import DeviceInfo, DeviceMemoryFull, PinRefused
 from strata.kernels.cuda.driver import CudaContext, CudaError, ask
-from strata.kernels.cuda.handles import Charge, CudaBuffer, CudaEvent, CudaRegistration, CudaStream
+from strata.kernels.cuda.handles import Charge, CudaBuffer, CudaEvent, CudaLendable, CudaRegistration, CudaStream
+from strata.kernels.cuda.lendable import MappedRange
 
 __all__ = ["CudaBackend", "CudaStatistics"]
 
@@ -55,6 +56,15 @@ class CudaStatistics:
     copied_bytes: int
 
 
+def give_back_workspaces() -> None:
+    """Of the library's products, 32 MiB for each thread that had one: torch keeps them when the thread ends."""
+    import torch
+
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # not in a build without CUDA
+    if clear is not None:
+        clear()
+
+
 class CudaBackend:
     """``Backend`` over one card's context, which it borrows. Any thread may call it.
 
@@ -68,6 +78,7 @@ class CudaBackend:
         self._device_bytes = self._charged_bytes = self._peak_bytes = self._pinned_bytes = 0
         self._num_registrations = self._num_refusals = self._num_copies = self._copied_bytes = 0
         self._torch_bytes: Callable[[], tuple[int, int]] | None = None  # (now, at most) while torch has a share
+        self._torch_most = 0
         self._borders: list[int] = []  # of registered ranges, sorted; a border of two neighbours is there twice
         self._streams: list[CudaStream] = []
         self._events: list[Any] = []
@@ -103,6 +114,59 @@ class CudaBackend:
 
         return CudaBuffer(address, nbytes, release)
 
+    def allocate_lendable(self, nbytes: int, piece_bytes: int) -> CudaLendable:
+        """As ``allocate``. What is lent goes to torch's share, and is charged as that."""
+        rounded = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if nbytes <= 0 or not self._take(rounded):
+            raise DeviceMemoryFull(nbytes, self._free_bytes())
+        try:
+            mapped = MappedRange(self.context, nbytes, piece_bytes)
+        except CudaError as error:
+            self._give_back(rounded)
+            if error.name == OUT_OF_MEMORY:
+                raise DeviceMemoryFull(nbytes, self._free_bytes()) from None
+            if error.name == "CUDA_ERROR_NOT_SUPPORTED":
+                raise MemoryPlanError(
+                    "this driver maps no VRAM anew, so prompts cannot borrow their buffers", "use --no-prefill-borrow"
+                ) from None
+            raise
+        except BaseException:
+            self._give_back(rounded)
+            raise
+
+        def release() -> None:
+            mapped.free()
+            self._give_back(rounded)
+
+        return CudaLendable(mapped, nbytes, release, self)
+
+    def lend_to_torch(self, nbytes: int) -> None:
+        """Torch's tensors may take ``nbytes`` more, of memory that was given back to the driver."""
+        with self._lock:
+            self._device_bytes -= nbytes
+            self._charged_bytes += nbytes
+        self._most_of_torch(nbytes)
+
+    def take_from_torch(self, nbytes: int) -> None:
+        """Ends ``lend_to_torch``: what torch keeps without a tensor in it goes back to the driver."""
+        import torch
+
+        if self._torch_bytes is not None:
+            give_back_workspaces()
+            torch.cuda.empty_cache()
+        with self._lock:
+            self._device_bytes += nbytes
+            self._charged_bytes -= nbytes
+        self._most_of_torch(-nbytes)
+
+    def _most_of_torch(self, more: int) -> None:
+        import torch
+
+        if self._torch_bytes is not None:
+            card = self.context.card
+            self._torch_most += more
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self._torch_most / card.memory_total), card.index)
+
     def charge(self, nbytes: int) -> Charge:
         """Takes ``nbytes`` of the cap for what another allocates. Raises ``DeviceMemoryFull``."""
         if not self._take(nbytes, charged=True):
@@ -129,6 +193,7 @@ class CudaBackend:
         charge = self.charge(planned)
         torch.cuda.set_per_process_memory_fraction(min(1.0, most / card.memory_total), card.index)
         torch.cuda.reset_peak_memory_stats(card.index)
+        self._torch_most = most
         self._torch_bytes = lambda: (
             int(torch.cuda.memory_reserved(card.index)),
             int(torch.cuda.max_memory_reserved(card.index)),

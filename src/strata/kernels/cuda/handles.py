@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from strata.kernels.backend import DeviceEvent
-from strata.kernels.cuda.driver import ask
+from strata.kernels.backend import DeviceEvent, DeviceMemoryFull
+from strata.kernels.cuda.driver import CudaError, ask
 
 if TYPE_CHECKING:
     from strata.kernels.cuda.backend import CudaBackend
+    from strata.kernels.cuda.lendable import MappedRange
 
-__all__ = ["Charge", "CudaBuffer", "CudaEvent", "CudaRegistration", "CudaStream"]
+__all__ = ["Charge", "CudaBuffer", "CudaEvent", "CudaLendable", "CudaRegistration", "CudaStream"]
 
+OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 NOT_READY = "CUDA_ERROR_NOT_READY"
 
 
@@ -36,6 +38,37 @@ class CudaBuffer:
     def __del__(self) -> None:
         if getattr(self, "_release", None) is not None:
             self.free()
+
+
+class CudaLendable(CudaBuffer):
+    """Device memory whose end torch may have for a while."""
+
+    def __init__(self, mapped: MappedRange, nbytes: int, release: Callable[[], None], backend: CudaBackend) -> None:
+        super().__init__(mapped.address, nbytes, release)
+        self._mapped, self._backend, self._lent = mapped, backend, 0
+
+    def lend(self, nbytes: int) -> int:
+        count: int = self._mapped.lend(nbytes)
+        self._lent = count
+        self._backend.lend_to_torch(count)
+        return count - (self._mapped.nbytes - self.nbytes)
+
+    def free(self) -> None:
+        if self._lent:
+            lent, self._lent = self._lent, 0
+            self._backend.take_from_torch(lent)
+        super().free()
+
+    def take_back(self) -> None:
+        self._backend.take_from_torch(self._lent)
+        try:
+            self._mapped.take_back()
+        except CudaError as error:
+            self._backend.lend_to_torch(self._lent)
+            if error.name == OUT_OF_MEMORY:
+                raise DeviceMemoryFull(self._lent, self._backend.info().memory_free) from None
+            raise
+        self._lent = 0
 
 
 class CudaRegistration:

@@ -22,6 +22,20 @@ constexpr int kStages = 4;
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 
+// Both groups of a warp with every live column, each of which is read from shared memory once.
+__device__ __forceinline__ void multiply_rows(const unsigned (*a)[2][4], const unsigned char* column, int pitch, int live,
+                                              float (*sums)[kTiles][4]) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+        if (n >= live) break;
+        const uint4 x = *reinterpret_cast<const uint4*>(column + n * kColumns * pitch);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) tensor::multiply(sums[j][n], a[j][0], x.x, x.y);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) tensor::multiply(sums[j][n], a[j][1], x.z, x.w);
+    }
+}
+
 // Of one layer. Experts have their order of this chunk; picks (row * top_k + k) are sorted by expert.
 struct Layer {
     const unsigned long long* address;  // of blobs, in order
@@ -77,22 +91,21 @@ struct Nvfp4 {
         a[3] = tensor::scaled(pair<i + 1>(codes.y, shifted.y), odd);
     }
 
-    static __device__ __forceinline__ void multiply(const Weights& weights, const unsigned char* rows, int g, int t,
-                                                    int live, float (*sums)[4]) {
-        const unsigned even = scale(weights.scales & 0xFFu), odd = scale(weights.scales >> 8);
+    static __device__ __forceinline__ void multiply(const Weights* weights, const unsigned char* rows, int g, int t,
+                                                    int live, float (*sums)[kTiles][4]) {
+        unsigned even[2], odd[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) even[j] = scale(weights[j].scales & 0xFFu), odd[j] = scale(weights[j].scales >> 8);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const uint2 codes = weights.codes[half], shifted = make_uint2(codes.x << 4, codes.y << 4);
-            unsigned a[2][4];
-            step<0>(codes, shifted, even, odd, a[0]);
-            step<1>(codes, shifted, even, odd, a[1]);
+            unsigned a[2][2][4];
 #pragma unroll
-            for (int n = 0; n < kTiles; ++n) {
-                if (n >= live) break;
-                const uint4 x = *reinterpret_cast<const uint4*>(rows + (n * kColumns + g) * kPitch + t * 32 + half * 16);
-                tensor::multiply(sums[n], a[0], x.x, x.y);
-                tensor::multiply(sums[n], a[1], x.z, x.w);
+            for (int j = 0; j < 2; ++j) {
+                const uint2 codes = weights[j].codes[half], shifted = make_uint2(codes.x << 4, codes.y << 4);
+                step<0>(codes, shifted, even[j], odd[j], a[j][0]);
+                step<1>(codes, shifted, even[j], odd[j], a[j][1]);
             }
+            multiply_rows(a, rows + g * kPitch + t * 32 + half * 16, kPitch, live, sums);
         }
     }
 };
@@ -124,30 +137,37 @@ struct Q8 {
         return __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xFFFF0000u);
     }
 
-    static __device__ __forceinline__ void multiply(const Weights& weights, const unsigned char* rows, int g, int t,
-                                                    int live, float (*sums)[4]) {
+    static __device__ __forceinline__ void multiply(const Weights* weights, const unsigned char* from, int g, int t,
+                                                    int live, float (*sums)[kTiles][4]) {
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
-            unsigned a[2][4];
+            unsigned a[2][2][4];
+            float even[2], odd[2];
 #pragma unroll
-            for (int s = 0; s < 2; ++s) {
-                const uint2 codes = weights.codes[b * 2 + s];
-                a[s][0] = pair(codes.x, 0), a[s][1] = pair(codes.y, 0);
-                a[s][2] = pair(codes.x, 2), a[s][3] = pair(codes.y, 2);
+            for (int j = 0; j < 2; ++j) {
+#pragma unroll
+                for (int s = 0; s < 2; ++s) {
+                    const uint2 codes = weights[j].codes[b * 2 + s];
+                    a[j][s][0] = pair(codes.x, 0), a[j][s][1] = pair(codes.y, 0);
+                    a[j][s][2] = pair(codes.x, 2), a[j][s][3] = pair(codes.y, 2);
+                }
+                even[j] = device::half_value(static_cast<unsigned short>(weights[j].scales[b]));
+                odd[j] = device::half_value(static_cast<unsigned short>(weights[j].scales[b] >> 16));
             }
-            const float even = device::half_value(static_cast<unsigned short>(weights.scales[b]));
-            const float odd = device::half_value(static_cast<unsigned short>(weights.scales[b] >> 16));
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
                 if (n >= live) break;
-                const uint4 x = *reinterpret_cast<const uint4*>(rows + (n * kColumns + g) * kPitch + b * 64 + t * 16);
-                float block[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                tensor::multiply(block, a[0], x.x, x.y);
-                tensor::multiply(block, a[1], x.z, x.w);
-                sums[n][0] = rows::fused(block[0], even, sums[n][0]);
-                sums[n][1] = rows::fused(block[1], even, sums[n][1]);
-                sums[n][2] = rows::fused(block[2], odd, sums[n][2]);
-                sums[n][3] = rows::fused(block[3], odd, sums[n][3]);
+                const uint4 x = *reinterpret_cast<const uint4*>(from + (n * kColumns + g) * kPitch + b * 64 + t * 16);
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    float block[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                    tensor::multiply(block, a[j][0], x.x, x.y);
+                    tensor::multiply(block, a[j][1], x.z, x.w);
+                    sums[j][n][0] = rows::fused(block[0], even[j], sums[j][n][0]);
+                    sums[j][n][1] = rows::fused(block[1], even[j], sums[j][n][1]);
+                    sums[j][n][2] = rows::fused(block[2], odd[j], sums[j][n][2]);
+                    sums[j][n][3] = rows::fused(block[3], odd[j], sums[j][n][3]);
+                }
             }
         }
     }
@@ -168,20 +188,20 @@ struct Bf16 {
             to.pairs[i] = *reinterpret_cast<const uint2*>(block + ((t * 8 + i) * kGroup + 2 * g) * 4);
     }
 
-    static __device__ __forceinline__ void multiply(const Weights& weights, const unsigned char* rows, int g, int t,
-                                                    int live, float (*sums)[4]) {
+    static __device__ __forceinline__ void multiply(const Weights* weights, const unsigned char* rows, int g, int t,
+                                                    int live, float (*sums)[kTiles][4]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const uint2* pairs = weights.pairs + half * 4;
-            const unsigned a[2][4] = {{pairs[0].x, pairs[0].y, pairs[1].x, pairs[1].y},
-                                      {pairs[2].x, pairs[2].y, pairs[3].x, pairs[3].y}};
+            unsigned a[2][2][4];
 #pragma unroll
-            for (int n = 0; n < kTiles; ++n) {
-                if (n >= live) break;
-                const uint4 x = *reinterpret_cast<const uint4*>(rows + (n * kColumns + g) * kPitch + t * 32 + half * 16);
-                tensor::multiply(sums[n], a[0], x.x, x.y);
-                tensor::multiply(sums[n], a[1], x.z, x.w);
-            }
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int s = 0; s < 2; ++s) {
+                    const uint2* pairs = weights[j].pairs + half * 4 + s * 2;
+                    a[j][s][0] = pairs[0].x, a[j][s][1] = pairs[0].y;
+                    a[j][s][2] = pairs[1].x, a[j][s][3] = pairs[1].y;
+                }
+            multiply_rows(a, rows + g * kPitch + t * 32 + half * 16, kPitch, live, sums);
         }
     }
 };
@@ -232,7 +252,7 @@ __device__ __forceinline__ void multiply_tile(const unsigned char* one, const un
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[0][n][i] = sums[1][n][i] = 0.0f;
     for (int block = 0; block < kStages - 1; ++block) bring(block);
-    typename Format::Weights weights[2], next[2];
+    typename Format::Weights weights[2] = {}, next[2] = {};  // one without the other: its sums are nobody's
     if (one != nullptr) Format::load(one, g, t, weights[0]);
     if (other != nullptr) Format::load(other, g, t, weights[1]);
     for (int block = 0; block < blocks; ++block) {
@@ -243,8 +263,7 @@ __device__ __forceinline__ void multiply_tile(const unsigned char* one, const un
         if (more && one != nullptr) Format::load(one + (block + 1) * Format::kBytes, g, t, next[0]);
         if (more && other != nullptr) Format::load(other + (block + 1) * Format::kBytes, g, t, next[1]);
         const unsigned char* stage = room + block % kStages * kStage;
-        if (one != nullptr) Format::multiply(weights[0], stage, g, t, live, sums[0]);
-        if (other != nullptr) Format::multiply(weights[1], stage, g, t, live, sums[1]);
+        if (one != nullptr) Format::multiply(weights, stage, g, t, live, sums);
         weights[0] = next[0], weights[1] = next[1];
     }
     tensor::wait_for_copies<0>();
