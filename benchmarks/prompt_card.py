@@ -1,12 +1,14 @@
 """A prompt's parts on a card, each beside its bound, and whole prompts of a computed model with where their time goes.
 
+    python benchmarks/prompt_card.py all --profile trace.json
     python benchmarks/prompt_card.py parts
     python benchmarks/prompt_card.py whole --shape flash-next --vram-gib 32 --max-context 40960 --tokens 2048 8192 32768
 
 ``parts``: library products at several numbers of rows, whether a row's bits depend on its place there, the experts'
 kernel over rows an expert, the delta rule, attention, streams. ``whole``: seconds of fresh prompts in one process, the
 host's own time, peaks of memory, kernels by kind (--profile), and a hash of the logits, which must not depend on chunk
-or cap. Prints lines, then one JSON line. Needs an NVIDIA card and no model.
+or cap. ``all``: both, the
+second with three plans. Prints lines, then one JSON line. Needs an NVIDIA card and no model.
 """
 
 from __future__ import annotations
@@ -102,14 +104,84 @@ def measure_experts(launch: Callable[[list[Any]], None]) -> Figures:
             flop = 2 * rows * top_k * 2560 * 640 * {"gate_up": 2, "down": 1, "both": 3}[name]
             found[f"experts_{rows}_{name}_ms"] = round(1e3 * seconds, 3)
             found[f"experts_{rows}_{name}_tflops"] = round(flop / seconds / 1e12, 1)
-        waves = [one for first in range(0, experts, 32) for one in chunk.wave(first, first + 32)]
-        found[f"experts_{rows}_in_waves_ms"] = round(1e3 * timed(partial(launch, waves)), 3)
+        for count in (32, 64):
+            waves = [one for first in range(0, experts, count) for one in chunk.wave(first, first + count)]
+            found[f"experts_{rows}_in_waves_of_{count}_ms"] = round(1e3 * timed(partial(launch, waves)), 3)
         found[f"experts_{rows}_sums_ms"] = round(1e3 * timed(partial(launch, chunk.sums(ids, weights, y))), 3)
         found[f"experts_{rows}_sorting_ms"] = round(
             1e3 * timed(partial(chunk.begin_layer, ids, order, address, scales)), 3
         )
         print({key: value for key, value in found.items() if f"_{rows}_" in key})
         del chunk
+    return found
+
+
+def measure_expanded(launch: Callable[[list[Any]], None]) -> Figures:
+    """The same layer by the library: NVFP4 expanded to BF16 in waves, then grouped products. No SiLU, no weighted sum;
+    sizes of waves are known to the host. Whether bits depend on waves or on where a row stands is checked."""
+    from strata.kernels.cuda.program import Launch
+    from strata.quant.layout import ExpertLayout
+
+    layout, experts, top_k, hidden, inner = ExpertLayout(2560, 640, "nvfp4"), 512, 10, 2560, 640
+    found: Figures = {}
+    blobs = torch.randint(0, 120, (experts, layout.blob_bytes), dtype=torch.uint8, device="cuda")
+    address = blobs.data_ptr() + torch.arange(experts, device="cuda") * layout.blob_bytes
+
+    def expand(first: int, count: int, before: int, units: int, superblocks: int, out: torch.Tensor) -> None:
+        grid = (-(-units * 64 // 256), count, 1)
+        launch([Launch("expand_prompt.expand_nvfp4", grid, 256, 0,
+                       (address[first:], before, units, superblocks, out))])  # fmt: skip
+
+    def wave(first: int, count: int, rows: slice, offsets: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+        up, down = wide[:count], narrow[:count]
+        expand(first, count, 0, 80 * 40, 40, up)
+        expand(first, count, 80 * 40 * 576, 160 * 10, 10, down)
+        inner_rows = torch._grouped_mm(x[rows], up.transpose(1, 2), offs=offsets)
+        y[rows] = torch._grouped_mm(inner_rows[:, :inner], down.transpose(1, 2), offs=offsets)
+
+    wide = torch.empty(64, 2 * inner, hidden, dtype=torch.bfloat16, device="cuda")
+    narrow = torch.empty(64, hidden, inner, dtype=torch.bfloat16, device="cuda")
+    seconds = timed(lambda: [expand(first, 64, 0, 80 * 40, 40, wide) for first in range(0, experts, 64)])
+    found["experts_c_expand_gate_up_ms"] = round(1e3 * seconds, 3)
+    seconds = timed(lambda: [expand(first, 64, 80 * 40 * 576, 1600, 10, narrow) for first in range(0, experts, 64)])
+    found["experts_c_expand_down_ms"] = round(1e3 * seconds, 3)
+    for rows in (2048, 8192, 16384, 32768):
+        x = torch.randn(rows, hidden, device="cuda").bfloat16()
+        ids = torch.rand(rows, experts, device="cuda").topk(top_k, dim=1).indices.flatten()
+        order = ids.argsort(stable=True)
+        ends = ids.bincount(minlength=experts).cumsum(0)
+        bounds = [0, *ends.tolist()]
+        y = torch.empty(rows * top_k, hidden, dtype=torch.bfloat16, device="cuda")
+        plans = {
+            count: [
+                (first, count, slice(bounds[first], bounds[first + count]),
+                 (ends[first : first + count] - bounds[first]).int())
+                for first in range(0, experts, count)
+            ] for count in (32, 64)
+        }  # fmt: skip
+        results = []
+        for count, plan in plans.items():
+            gathered = x[order // top_k]
+
+            def whole(plan: Any = plan, gathered: torch.Tensor = gathered, y: torch.Tensor = y) -> None:
+                for one in plan:
+                    wave(*one, gathered, y)
+
+            found[f"experts_c_{rows}_waves_{count}_ms"] = round(1e3 * timed(whole), 3)
+            results.append(y.clone())
+        found[f"experts_c_{rows}_gather_ms"] = round(1e3 * timed(lambda x=x, order=order: x[order // top_k]), 3)
+        found[f"experts_c_{rows}_waves"] = "same" if torch.equal(*results) else "DIFFER"
+        kept = ends.diff(prepend=ends.new_zeros(1)) // 2  # half of each expert's rows, so at other places
+        starts = ends - ends.diff(prepend=ends.new_zeros(1))
+        chosen = torch.cat([torch.arange(int(a), int(a + n)) for a, n in zip(starts + kept, kept, strict=True)]).cuda()
+        fewer = torch.empty(len(chosen), hidden, dtype=torch.bfloat16, device="cuda")
+        cuts = [0, *kept.cumsum(0).tolist()]
+        gathered = x[order // top_k][chosen]
+        for first in range(0, experts, 64):
+            offsets = (kept.cumsum(0)[first : first + 64] - cuts[first]).int()
+            wave(first, 64, slice(cuts[first], cuts[first + 64]), offsets, gathered, fewer)
+        found[f"experts_c_{rows}_places"] = "same" if torch.equal(fewer, results[1][chosen]) else "DIFFER"
+        print({key: value for key, value in found.items() if f"_{rows}_" in key})
     return found
 
 
@@ -166,7 +238,13 @@ def measure_parts() -> Figures:
     card = open_device(0)
     torch.cuda.init()
     with torch.cuda.stream(card.machine.torch_stream), torch.no_grad():
-        return measure_products() | measure_experts(card.machine.run_eagerly) | measure_mixers(card.machine.run_eagerly)
+        launch = card.machine.run_eagerly
+        found = measure_products() | measure_experts(launch)
+        try:
+            found |= measure_expanded(launch)
+        except RuntimeError as error:  # a library that has no such product for this card
+            print(f"no grouped products: {error}")
+        return found | measure_mixers(launch)
 
 
 def measure_whole(args: argparse.Namespace) -> Figures:
@@ -185,6 +263,7 @@ def measure_whole(args: argparse.Namespace) -> Figures:
     runtime = Runtime.open(opened, resolve_here(arguments=asked))
     found: Figures = {}
     try:
+        found["slots"] = runtime.plan.num_slots
         for line in runtime.plan.lines():
             print(line)
         torch.cuda.reset_peak_memory_stats()
@@ -203,13 +282,31 @@ def measure_whole(args: argparse.Namespace) -> Figures:
             found[f"prompt_{count}_first"] = round(count / seconds[0])
             found[f"prompt_{count}"] = round(count / sorted(seconds[1:] or seconds)[len(seconds[1:]) // 2])
         found["peak_gib"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 2)
-        found["planned_gib"] = round(runtime.plan.vram.get("prompt buffers", 0) / 2**30, 2)
+        found["planned_gib"] = round((runtime.plan.vram.get("prompt buffers", 0) + runtime.plan.lent_bytes) / 2**30, 2)
         found["chunk_rows"] = runtime.chunk_rows
         if args.profile:
             profile(runtime, token_list(runtime.vocabulary, args.tokens[-1], "profile"), args.profile)
     finally:
         runtime.close()
         opened.close()
+    return found
+
+
+def measure_all(args: argparse.Namespace) -> Figures:
+    """Parts, then whole prompts with chunks by auto, of 8,192 rows, and under another cap: hashes must be equal."""
+    found = measure_parts()
+    torch.cuda.empty_cache()
+    hashes: dict[int, set[str]] = {}
+    for vram_gib, prefill, trace in ((32, None, args.profile), (32, "8192", None), (16, None, None)):
+        args.vram_gib, args.prefill, args.profile = vram_gib, prefill, trace
+        name = f"{vram_gib}_{prefill or 'auto'}"
+        print(f"{vram_gib} GiB, --prefill {prefill or 'auto'}")
+        one = measure_whole(args)
+        found |= {f"{name}_{key}": value for key, value in one.items()}
+        for count in args.tokens:
+            hashes.setdefault(count, set()).add(str(one[f"prompt_{count}_sha"]))
+    for count, values in hashes.items():
+        found[f"prompt_{count}_hashes"] = "same" if len(values) == 1 else "DIFFER"
     return found
 
 
@@ -243,7 +340,7 @@ def profile(runtime: Any, ids: Sequence[int], trace: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("parts", "whole"))
+    parser.add_argument("what", choices=("parts", "whole", "all"))
     parser.add_argument("--shape", default="flash-next")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--vram-gib", type=float)
@@ -254,7 +351,10 @@ def main() -> int:
     parser.add_argument("--profile", help="a file for the trace")
     args = parser.parse_args()
     try:
-        found = measure_parts() if args.what == "parts" else measure_whole(args)
+        if args.what == "all":
+            found = measure_all(args)
+        else:
+            found = measure_parts() if args.what == "parts" else measure_whole(args)
     except StrataError as error:
         print(error, file=sys.stderr)
         return 2

@@ -124,6 +124,38 @@ def test_torch_and_the_backend_share_the_cap(home: Home) -> None:
         device.trim()
 
 
+def test_lent_memory_is_torchs_and_comes_back_at_its_address(home: Home) -> None:
+    held = torch.cuda.memory_reserved(0)
+    with open_device(0, cap_bytes=512 * MIB + held, home=home) as device:
+        backend, torch_device = device.backend, device.machine.device
+        buffer = backend.allocate_lendable(400 * MIB, 64 * MIB)
+        charge = backend.share_with_torch(20 * MIB + held, 40 * MIB + held)
+        stream, pattern = backend.stream(), torch.arange(MIB, dtype=torch.int32)
+        for start in (0, 396 * MIB):
+            stream.copy(buffer.address + start, pattern.data_ptr(), 4 * MIB)
+        stream.synchronize()
+        for _ in range(2):
+            assert buffer.lend(100 * MIB) == 128 * MIB
+            kept = torch.ones(110 * MIB, dtype=torch.uint8, device=torch_device)
+            assert int(kept[-1]) == 1
+            del kept
+            buffer.take_back()
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.zeros(110 * MIB, dtype=torch.uint8, device=torch_device)
+            back = torch.zeros_like(pattern)
+            stream.copy(back.data_ptr(), buffer.address, 4 * MIB)
+            stream.synchronize()
+            assert torch.equal(back, pattern)
+            stream.copy(buffer.address + 330 * MIB, pattern.data_ptr(), 4 * MIB)  # over a border of two pieces
+            stream.copy(back.data_ptr(), buffer.address + 330 * MIB, 4 * MIB)
+            stream.synchronize()
+            assert torch.equal(back, pattern)
+        charge.release()
+        buffer.free()
+        assert backend.statistics().device_bytes == backend.statistics().charged_bytes == 0
+        device.trim()
+
+
 def test_more_than_the_card_has() -> None:
     with open_device(0) as device:
         free, _ = device.context.memory()

@@ -104,6 +104,23 @@ def test_a_rows_experts_are_the_same_bits_in_any_company(format: str) -> None:
         assert torch.equal(experts.compute(rows, [3, 1, 0, 2], [0, 2]), expected[rows])
 
 
+def test_expanded_nvfp4_is_its_codes_times_scales() -> None:
+    """Without the tensor scales, and 2^-8 of it."""
+    experts = Experts("nvfp4", 128, 64, 3, 1, 1)
+    layout, ones = experts.layout, torch.ones(3, 3)
+    gate, up, down = (part.bfloat16() for part in layout.dequantise(experts.blobs, ones))
+    addresses = torch.tensor([experts.blobs.data_ptr() + expert * layout.blob_bytes for expert in range(3)])
+    wide, narrow = torch.empty(3, 8, 16, 128, dtype=torch.bfloat16), torch.empty(3, 128, 64, dtype=torch.bfloat16)
+    launch = launcher()
+    for before, units, superblocks, out in ((0, 16, 2, wide), (16 * 576, 8, 1, narrow)):
+        grid = (units // 4, 3, 1)
+        arguments = (addresses, before, units, superblocks, out)
+        launch([Launch("expand_prompt.expand_nvfp4", grid, 256, 0, arguments)])
+    assert torch.equal(wide[:, 0::2].reshape(3, 64, 128) * 256, gate)
+    assert torch.equal(wide[:, 1::2].reshape(3, 64, 128) * 256, up)
+    assert torch.equal(narrow * 256, down)
+
+
 def test_a_weight_that_no_bf16_holds_is_exact_in_nvfp4() -> None:
     """Every product of a code and a scale, the smallest and the largest, one weight at a time."""
     layout = ExpertLayout(64, 16, "nvfp4")

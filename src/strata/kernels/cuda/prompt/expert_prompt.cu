@@ -7,6 +7,7 @@
 //   Q8_0   codes are exact in BF16; the scale of a block of 32 multiplies the FP32 sum over it
 //   BF16   as they are
 // A row's result is the same bits in any tile, in any column of it and whatever the other rows hold.
+#include "nvfp4.h"
 #include "rows.h"
 #include "tensor.h"
 
@@ -22,18 +23,31 @@ constexpr int kStages = 4;
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 
-// Both groups of a warp with every live column, each of which is read from shared memory once.
-__device__ __forceinline__ void multiply_rows(const unsigned (*a)[2][4], const unsigned char* column, int pitch, int live,
-                                              float (*sums)[kTiles][4]) {
+// Calls `each(n)` for the live columns of a tile. A full one has no branch between them, so loads run ahead.
+template <class Each>
+__device__ __forceinline__ void for_columns(int live, Each each) {
+    if (live == kTiles) {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) each(n);
+        return;
+    }
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
         if (n >= live) break;
+        each(n);
+    }
+}
+
+// Both groups of a warp with every live column, each of which is read from shared memory once.
+__device__ __forceinline__ void multiply_rows(const unsigned (*a)[2][4], const unsigned char* column, int pitch, int live,
+                                              float (*sums)[kTiles][4]) {
+    for_columns(live, [&](int n) {
         const uint4 x = *reinterpret_cast<const uint4*>(column + n * kColumns * pitch);
 #pragma unroll
         for (int j = 0; j < 2; ++j) tensor::multiply(sums[j][n], a[j][0], x.x, x.y);
 #pragma unroll
         for (int j = 0; j < 2; ++j) tensor::multiply(sums[j][n], a[j][1], x.z, x.w);
-    }
+    });
 }
 
 // Of one layer. Experts have their order of this chunk; picks (row * top_k + k) are sorted by expert.
@@ -51,6 +65,7 @@ struct Layer {
 
 struct Nvfp4 {
     static constexpr int kBytes = 576;
+    static constexpr bool kTogether = true;  // both groups of a warp at once, so that columns are read once
     static constexpr int kPitch = 144;
     static constexpr float kUnit = 256.0f;
 
@@ -65,37 +80,21 @@ struct Nvfp4 {
         to.scales = *reinterpret_cast<const unsigned short*>(block + 512 + t * kGroup + 2 * g);
     }
 
-    // 2^118 times an E4M3 number, in both halves.
-    static __device__ __forceinline__ unsigned scale(unsigned code) {
-        const float large = __uint_as_float(239u << 23);
-        const float value = code >= 8 ? __uint_as_float((code << 20) + (238u << 23))
-                                      : __uint_as_float((code << 20) + (239u << 23)) - large;
-        const unsigned bits = __float_as_uint(value) >> 16;
-        return bits | bits << 16;
-    }
-
-    // Two neighbouring codes of byte i as BF16 numbers of 2^-126 times their values.
-    template <int i>
-    static __device__ __forceinline__ unsigned pair(unsigned word, unsigned shifted) {
-        const unsigned both = device::prmt<(i << 12 | (4 + i) << 4)>(word, shifted);
-        return (both & 0x80008000u) | (both & 0x70007000u) >> 6;
-    }
-
     template <int s>
     static __device__ __forceinline__ void step(const uint2& codes, const uint2& shifted, unsigned even, unsigned odd,
                                                 unsigned* a) {
         constexpr int i = 2 * (s & 1);
-        a[0] = tensor::scaled(pair<i>(codes.x, shifted.x), even);
-        a[1] = tensor::scaled(pair<i>(codes.y, shifted.y), odd);
-        a[2] = tensor::scaled(pair<i + 1>(codes.x, shifted.x), even);
-        a[3] = tensor::scaled(pair<i + 1>(codes.y, shifted.y), odd);
+        a[0] = tensor::scaled(nvfp4::pair<i>(codes.x, shifted.x), even);
+        a[1] = tensor::scaled(nvfp4::pair<i>(codes.y, shifted.y), odd);
+        a[2] = tensor::scaled(nvfp4::pair<i + 1>(codes.x, shifted.x), even);
+        a[3] = tensor::scaled(nvfp4::pair<i + 1>(codes.y, shifted.y), odd);
     }
 
     static __device__ __forceinline__ void multiply(const Weights* weights, const unsigned char* rows, int g, int t,
                                                     int live, float (*sums)[kTiles][4]) {
         unsigned even[2], odd[2];
 #pragma unroll
-        for (int j = 0; j < 2; ++j) even[j] = scale(weights[j].scales & 0xFFu), odd[j] = scale(weights[j].scales >> 8);
+        for (int j = 0; j < 2; ++j) even[j] = nvfp4::scale(weights[j].scales & 0xFFu), odd[j] = nvfp4::scale(weights[j].scales >> 8);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             unsigned a[2][2][4];
@@ -112,6 +111,7 @@ struct Nvfp4 {
 
 struct Q8 {
     static constexpr int kBytes = 1088;
+    static constexpr bool kTogether = false;  // registers do not hold both
     static constexpr int kPitch = 192;
     static constexpr float kUnit = 1.0f;
 
@@ -137,37 +137,30 @@ struct Q8 {
         return __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xFFFF0000u);
     }
 
-    static __device__ __forceinline__ void multiply(const Weights* weights, const unsigned char* from, int g, int t,
-                                                    int live, float (*sums)[kTiles][4]) {
+    static __device__ __forceinline__ void multiply(const Weights& weights, const unsigned char* rows, int g, int t,
+                                                    int live, float (*sums)[4]) {
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
-            unsigned a[2][2][4];
-            float even[2], odd[2];
+            unsigned a[2][4];
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-#pragma unroll
-                for (int s = 0; s < 2; ++s) {
-                    const uint2 codes = weights[j].codes[b * 2 + s];
-                    a[j][s][0] = pair(codes.x, 0), a[j][s][1] = pair(codes.y, 0);
-                    a[j][s][2] = pair(codes.x, 2), a[j][s][3] = pair(codes.y, 2);
-                }
-                even[j] = device::half_value(static_cast<unsigned short>(weights[j].scales[b]));
-                odd[j] = device::half_value(static_cast<unsigned short>(weights[j].scales[b] >> 16));
+            for (int s = 0; s < 2; ++s) {
+                const uint2 codes = weights.codes[b * 2 + s];
+                a[s][0] = pair(codes.x, 0), a[s][1] = pair(codes.y, 0);
+                a[s][2] = pair(codes.x, 2), a[s][3] = pair(codes.y, 2);
             }
+            const float even = device::half_value(static_cast<unsigned short>(weights.scales[b]));
+            const float odd = device::half_value(static_cast<unsigned short>(weights.scales[b] >> 16));
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
                 if (n >= live) break;
-                const uint4 x = *reinterpret_cast<const uint4*>(from + (n * kColumns + g) * kPitch + b * 64 + t * 16);
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    float block[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                    tensor::multiply(block, a[j][0], x.x, x.y);
-                    tensor::multiply(block, a[j][1], x.z, x.w);
-                    sums[j][n][0] = rows::fused(block[0], even[j], sums[j][n][0]);
-                    sums[j][n][1] = rows::fused(block[1], even[j], sums[j][n][1]);
-                    sums[j][n][2] = rows::fused(block[2], odd[j], sums[j][n][2]);
-                    sums[j][n][3] = rows::fused(block[3], odd[j], sums[j][n][3]);
-                }
+                const uint4 x = *reinterpret_cast<const uint4*>(rows + (n * kColumns + g) * kPitch + b * 64 + t * 16);
+                float block[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                tensor::multiply(block, a[0], x.x, x.y);
+                tensor::multiply(block, a[1], x.z, x.w);
+                sums[n][0] = rows::fused(block[0], even, sums[n][0]);
+                sums[n][1] = rows::fused(block[1], even, sums[n][1]);
+                sums[n][2] = rows::fused(block[2], odd, sums[n][2]);
+                sums[n][3] = rows::fused(block[3], odd, sums[n][3]);
             }
         }
     }
@@ -175,6 +168,7 @@ struct Q8 {
 
 struct Bf16 {
     static constexpr int kBytes = 2048;
+    static constexpr bool kTogether = false;  // registers do not hold both
     static constexpr int kPitch = 144;
     static constexpr float kUnit = 1.0f;
 
@@ -188,20 +182,20 @@ struct Bf16 {
             to.pairs[i] = *reinterpret_cast<const uint2*>(block + ((t * 8 + i) * kGroup + 2 * g) * 4);
     }
 
-    static __device__ __forceinline__ void multiply(const Weights* weights, const unsigned char* rows, int g, int t,
-                                                    int live, float (*sums)[kTiles][4]) {
+    static __device__ __forceinline__ void multiply(const Weights& weights, const unsigned char* rows, int g, int t,
+                                                    int live, float (*sums)[4]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            unsigned a[2][2][4];
+            const uint2* pairs = weights.pairs + half * 4;
+            const unsigned a[2][4] = {{pairs[0].x, pairs[0].y, pairs[1].x, pairs[1].y},
+                                      {pairs[2].x, pairs[2].y, pairs[3].x, pairs[3].y}};
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
-#pragma unroll
-                for (int s = 0; s < 2; ++s) {
-                    const uint2* pairs = weights[j].pairs + half * 4 + s * 2;
-                    a[j][s][0] = pairs[0].x, a[j][s][1] = pairs[0].y;
-                    a[j][s][2] = pairs[1].x, a[j][s][3] = pairs[1].y;
-                }
-            multiply_rows(a, rows + g * kPitch + t * 32 + half * 16, kPitch, live, sums);
+            for (int n = 0; n < kTiles; ++n) {
+                if (n >= live) break;
+                const uint4 x = *reinterpret_cast<const uint4*>(rows + (n * kColumns + g) * kPitch + t * 32 + half * 16);
+                tensor::multiply(sums[n], a[0], x.x, x.y);
+                tensor::multiply(sums[n], a[1], x.z, x.w);
+            }
         }
     }
 };
@@ -252,7 +246,8 @@ __device__ __forceinline__ void multiply_tile(const unsigned char* one, const un
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[0][n][i] = sums[1][n][i] = 0.0f;
     for (int block = 0; block < kStages - 1; ++block) bring(block);
-    typename Format::Weights weights[2] = {}, next[2] = {};  // one without the other: its sums are nobody's
+    typename Format::Weights weights[2], next[2];
+    if constexpr (Format::kTogether) next[1] = weights[1] = {};  // of one without the other
     if (one != nullptr) Format::load(one, g, t, weights[0]);
     if (other != nullptr) Format::load(other, g, t, weights[1]);
     for (int block = 0; block < blocks; ++block) {
@@ -263,7 +258,12 @@ __device__ __forceinline__ void multiply_tile(const unsigned char* one, const un
         if (more && one != nullptr) Format::load(one + (block + 1) * Format::kBytes, g, t, next[0]);
         if (more && other != nullptr) Format::load(other + (block + 1) * Format::kBytes, g, t, next[1]);
         const unsigned char* stage = room + block % kStages * kStage;
-        if (one != nullptr) Format::multiply(weights, stage, g, t, live, sums);
+        if constexpr (Format::kTogether) {
+            if (one != nullptr) Format::multiply(weights, stage, g, t, live, sums);
+        } else {
+            if (one != nullptr) Format::multiply(weights[0], stage, g, t, live, sums[0]);
+            if (other != nullptr) Format::multiply(weights[1], stage, g, t, live, sums[1]);
+        }
         weights[0] = next[0], weights[1] = next[1];
     }
     tensor::wait_for_copies<0>();
