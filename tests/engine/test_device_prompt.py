@@ -20,8 +20,8 @@ from tests.models.oracle import Pair, defined_ties, sample_ids
 
 @pytest.fixture(autouse=True)
 def _small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames of 32 rows, and any prompt of more than 8 rows in chunks."""
-    monkeypatch.setattr(device_prompt, "FRAME_ROWS", 32)
+    """Frames of 64 rows, and any prompt of more than 8 rows in chunks."""
+    monkeypatch.setattr(device_prompt, "FRAME_ROWS", 64)
     monkeypatch.setattr(device_rounds, "SHORT_ROWS", 8)
     monkeypatch.setattr(planning, "SHORT_ROWS", 8)
 
@@ -48,7 +48,7 @@ def test_logits_are_near_those_of_transformers(pair: Pair, packs: dict[str, Path
     assert float((found - expected).norm() / expected.norm()) < 0.02
 
 
-CHUNKS: list[dict[str, Any]] = [{"prefill": rows} for rows in (24, 32, 512)]
+CHUNKS: list[dict[str, Any]] = [{"prefill": rows} for rows in (32, 64, 512)]
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "all in VRAM": {"expert_cache": 1000, "resident_experts": True},
     "one slot": {"expert_cache": 1},
@@ -89,7 +89,7 @@ def test_a_prompt_and_rounds_after_it_are_near_the_cpus(packs: dict[str, Path]) 
 
     with load(packs["exact"]) as engine:
         expected = conversation(Session(engine._runtime))
-    for prefill in (512, 24):
+    for prefill in (512, 24):  # 24: rounded up to 32
         with device_runtime(packs["exact"], expert_cache=5, prefill=prefill) as runtime:
             found = conversation(Session(runtime))
         error = (found - expected).norm(dim=1) / expected.norm(dim=1)

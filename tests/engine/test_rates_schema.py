@@ -179,7 +179,7 @@ def test_a_file_of_another_machine_under_this_name_is_not_used() -> None:
 def test_a_folder_in_its_place_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     KEY.path(tmp_path).mkdir()
     assert read_rates(tmp_path, KEY) is None
-    assert "Is a directory; remove it" in caplog.text
+    assert "it is a folder, not a file; remove it" in caplog.text
     (tmp_path / "file").touch()
     assert read_rates(tmp_path / "file", KEY) is None
     assert read_rates(tmp_path / "nothing", KEY) is None

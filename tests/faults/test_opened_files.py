@@ -49,8 +49,7 @@ FILES = (
     Opened("pack/tokenizer.json", RUN),
     Opened("pack/tokenizer_config.json", RUN),
     Opened("pack/generation_config.json", RUN),
-    Opened("pack/chat_template.jinja", RUN),
-    Opened("pack/expert-profile.json", RUN),
+    Opened("pack/expert-profile.json", RUN, is_hint=True),
     Opened("pack/manifest.json", RUN),
     Opened("pack/dense.safetensors", RUN),
     Opened("pack/expert-tables.safetensors", RUN),
@@ -120,7 +119,6 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("STRATA_HOME", str(tmp_path / "home"))
     (tmp_path / "home" / "config.toml").write_text("")
     (tmp_path / "pack" / "strata.toml").write_text("")
-    (tmp_path / "pack" / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "text.txt").write_text("x" * 10_000)
     (tmp_path / "hf" / "config.json").write_text("{}")
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"")
@@ -190,9 +188,7 @@ def test_no_other_file_is_opened(scene: Path, capsys: pytest.CaptureFixture[str]
 # Files of the sources that read otherwise than by ``files.read_regular`` and ``open_regular``, and why they may.
 OTHERWISE = {
     "checkpoint/dense_writer.py": "what this process has just written",
-    "checkpoint/manifest.py": "a pack's own, looked at before",
     "checkpoint/pack_folder.py": "a pack's own, looked at before",
-    "checkpoint/pack_reader.py": "a pack's own, looked at before",
     "checkpoint/pack_writer.py": "what this process has just written",
     "cli/app.py": "the null device",
     "cli/export.py": "what this process has just written",

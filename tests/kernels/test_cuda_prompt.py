@@ -13,7 +13,7 @@ from strata.kernels.cuda.prompt.calls import PlainCalls
 from strata.kernels.cuda.prompt.experts import ChunkExperts
 from strata.kernels.cuda.prompt.frame import Frame, frames_of
 from strata.kernels.cuda.prompt.ops import DenseWeights, PromptOps
-from strata.kernels.ops import DeltaRows, HyperWeights
+from strata.kernels.ops import DeltaRows, DeltaWeights, HyperWeights
 from strata.kernels.reference import ReferenceOps, sparse
 from strata.kernels.reference.delta import recurrent_delta
 from strata.kernels.reference.ops import dense_weight
@@ -35,7 +35,7 @@ def launcher(*, backward: bool = False) -> Any:
 
 
 def ops_of(frame: Frame) -> PromptOps:
-    return PromptOps(frame, PlainCalls(), DenseWeights(), launcher())
+    return PromptOps(frame, PlainCalls(), DenseWeights(launcher()), launcher())
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:
@@ -147,27 +147,127 @@ def test_a_weight_that_no_bf16_holds_is_exact_in_nvfp4() -> None:
         assert torch.equal(chunk._inner[:, 0], expected)
 
 
-@pytest.mark.parametrize(("widths", "rows"), [((16, 24), (5, 38)), ((40, 16), (0, 40)), ((128, 128), (7, 20))])
+def delta_rows(count: int, key_width: int, value_width: int) -> tuple[torch.Tensor, DeltaRows, torch.Tensor]:
+    """Values that BF16 holds, so that only the arithmetic rounds, and a state. Keys repeat, some betas are near one."""
+    q = functional.normalize(noise(1, count, 2, key_width), dim=-1).bfloat16().float()
+    k = functional.normalize(noise(2, count, 2, key_width), dim=-1).bfloat16().float()
+    k[3::7] = k[2::7][: len(k[3::7])]
+    beta, decay = (noise(4, count, 4) * 3).sigmoid(), -noise(5, count, 4).abs() * 0.3
+    decay[::9] = -20.0
+    rows = DeltaRows(k, noise(3, count, 4, value_width).bfloat16().float(), beta, decay)
+    return q, rows, noise(6, 4, key_width, value_width)
+
+
+@pytest.mark.parametrize(
+    ("widths", "rows"),
+    [((16, 24), (5, 38)), ((40, 16), (0, 96)), ((128, 128), (7, 84)), ((64, 128), (33, 34)), ((8, 8), (31, 65))],
+)
 def test_the_delta_rule_is_the_recurrence_over_the_rows_that_are_new(
     widths: tuple[int, int], rows: tuple[int, int]
 ) -> None:
-    (key_width, value_width), (first, stop), count = widths, rows, 40
-    q = functional.normalize(noise(1, count, 2, key_width), dim=-1)
-    k = functional.normalize(noise(2, count, 2, key_width), dim=-1)
-    delta = DeltaRows(k, noise(3, count, 4, value_width), noise(4, count, 4).sigmoid(), -noise(5, count, 4).abs())
-    state = noise(6, 4, key_width, value_width)
+    (first, stop), count = rows, 96
+    q, delta, state = delta_rows(count, *widths)
     parts = (q, delta.k_TGD, delta.v_TNV, delta.beta_TN, delta.g_TN)
-    expected, after = recurrent_delta(*(part[None, first:stop] for part in parts), state[None])
-    whole, cut = state.clone(), state.clone()
-    found = ops_of(Frame(0, count, first, stop)).gated_delta(q, delta, whole, None, write=True)
+    expected, after = recurrent_delta(*(part[None, first:stop].double() for part in parts), state[None].double())
     assert expected is not None
-    assert float((found[first:stop] - expected[0]).abs().max()) < 1e-5
-    assert float((whole - after[0]).abs().max()) < 1e-5
-    middle = (first + stop) // 2  # in two parts: the same bits
+    poisoned = [part.clone() for part in parts]
+    for part in poisoned:
+        part[:first] = part[stop:] = torch.nan
+    whole, cut = state.clone(), state.clone()
+    frame = Frame(0, count, first, stop)
+    found = ops_of(frame).gated_delta(poisoned[0], DeltaRows(*poisoned[1:]), whole, None, write=True)
+    assert error(found[first:stop], expected[0]) < 2.0**-8
+    assert error(whole, after[0]) < 2.0**-8
+    middle = (first + stop) // 2 // 32 * 32  # in two parts, where a block ends: the same bits
+    if not first < middle < stop:
+        return
     one = ops_of(Frame(0, count, first, middle)).gated_delta(q, delta, cut, None, write=True)
     two = ops_of(Frame(0, count, middle, stop)).gated_delta(q, delta, cut, None, write=True)
     assert torch.equal(torch.cat((one[first:middle], two[middle:stop])), found[first:stop])
     assert torch.equal(cut, whole)
+
+
+def test_equal_keys_and_betas_of_one_need_no_cancellation() -> None:
+    """Powers of the block's matrix would grow beyond what FP32 holds; each change is the difference of two values."""
+    q, delta, state = delta_rows(64, 16, 16)
+    delta.k_TGD[:] = delta.k_TGD[0]
+    delta.beta_TN.fill_(1.0)
+    delta.g_TN.fill_(0.0)
+    parts = (q, delta.k_TGD, delta.v_TNV, delta.beta_TN, delta.g_TN)
+    expected, after = recurrent_delta(*(part[None].double() for part in parts), state[None].double())
+    assert expected is not None
+    found = ops_of(Frame(0, 64, 0, 64)).gated_delta(q, delta, state, None, write=True)
+    assert error(found, expected[0]) < 2.0**-7
+    assert error(state, after[0]) < 2.0**-7
+
+
+@pytest.mark.parametrize(("taps", "widths"), [(4, (16, 40)), (3, (128, 96))])
+def test_inputs_of_the_delta_rule_are_the_references(taps: int, widths: tuple[int, int]) -> None:
+    (key, value), groups, heads, (first, stop), rows = widths, 2, 6, (3, 38), 40
+    channels = 2 * groups * key + heads * value
+    weights = DeltaWeights(noise(1, channels, taps), noise(2, heads), noise(3, heads) * 15, groups, heads, key, value)
+    qkv, tail, b, a = (
+        noise(4, rows, channels),
+        noise(5, taps - 1, channels),
+        noise(6, rows, heads),
+        noise(7, rows, heads),
+    )
+    new = slice(first, stop)
+    expected_q, expected = ReferenceOps().delta_inputs(qkv[new], tail, b[new], a[new], weights)
+    for x in (qkv, b, a):
+        x[:first] = x[stop:] = torch.nan
+    q, found = ops_of(Frame(0, rows, first, stop)).delta_inputs(qkv, tail, b, a, weights)
+    for ours, theirs in ((q, expected_q), (found.k_TGD, expected.k_TGD), (found.v_TNV, expected.v_TNV)):
+        assert ours.dtype == torch.bfloat16
+        assert float((ours[new].double() - theirs).abs().max() / theirs.abs().max()) < 2.0**-8
+    assert error(found.beta_TN[new], expected.beta_TN) < 1e-6
+    assert error(found.g_TN[new], expected.g_TN) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "silu"])
+def test_gates_and_norms_are_the_references(kind: Any) -> None:
+    ops, reference, rows = ops_of(Frame(0, 9, 0, 9)), ReferenceOps(), 9
+    o, z, weight = noise(1, rows, 3, 72), noise(2, rows, 3, 72), noise(3, 72)
+    found = ops.gated_norm(o, z, weight, 1e-6, kind)
+    assert error(found.float(), reference.gated_norm(o, z, weight, 1e-6, kind)) < 2.0**-8
+    matrix, both = random_matrix(24, 216, "q8_0"), noise(4, rows, 3, 2, 72)
+    for gate, x in ((both[:, :, 1], o), (z.flatten(1), o.flatten(1))):
+        assert error(ops.gated_linear(gate, x, matrix, kind), reference.gated_linear(gate, x, matrix, kind)) < 2.0**-7
+    y, one = noise(5, rows, 300), noise(6, rows, 1)
+    assert error(ops.add_gated(y, one, y.flip(0)), reference.add_gated(y, one, y.flip(0))) < 1e-6
+
+
+@pytest.mark.parametrize(("width", "half", "plus_one"), [(256, 32, True), (128, 64, False), (40, 6, True)])
+def test_head_norms_with_rotary_values_are_the_references(width: int, half: int, plus_one: bool) -> None:
+    rows = 7
+    ops, reference, both = ops_of(Frame(0, rows, 0, rows)), ReferenceOps(), noise(1, rows, 5, 2, width)
+    angle = noise(2, rows, half)
+    heads = [(both[:, :, 0], noise(3, width)), (noise(4, rows, 2, width), noise(5, width))]
+    arguments = (heads, 1e-6, angle.cos(), angle.sin())
+    found = ops.norm_rope(*arguments, plus_one=plus_one)
+    for ours, theirs in zip(found, reference.norm_rope(*arguments, plus_one=plus_one), strict=True):
+        assert error(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(512, 10), (40, 40), (7, 2), (1024, 8)])
+def test_the_router_picks_what_the_reference_picks(experts: int, top_k: int) -> None:
+    logits, rows = noise(1, 20, experts), slice(2, 19)
+    logits[3, :] = 1.0  # ties go to the lower id
+    logits[4, 2:5] = torch.inf * -1
+    logits[5] = logits[5].round()
+    logits[6, 1::2] = torch.nan
+    expected, weights = ReferenceOps().router(logits[rows], top_k, renormalise=True)
+    ids, found = ops_of(Frame(0, 20, 2, 19)).router(logits, top_k, renormalise=True)
+    assert torch.equal(ids[rows], expected)
+    assert torch.allclose(found[rows], weights, rtol=1e-5, atol=1e-8, equal_nan=True)
+    assert (ids[:2] == -1).all()
+    assert (ids[19:] == -1).all()
+
+
+@pytest.mark.parametrize("columns", [96, 100, 33])
+def test_eight_bit_weights_are_rounded_to_bf16_once(columns: int) -> None:
+    matrix = random_matrix(70, columns, "q8_0")
+    assert torch.equal(DenseWeights(launcher()).get(matrix), dense_weight(matrix).bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -193,17 +293,37 @@ def test_selected_blocks_and_attention_over_them(
     assert not found[:first].any()
 
 
-def test_streams_and_convolutions_are_the_references() -> None:
+@pytest.mark.parametrize(("hidden", "format"), [(50, "f32"), (64, "bf16"), (96, "q8_0")])
+def test_streams_are_the_references(hidden: int, format: str) -> None:
     ops, reference = ops_of(Frame(0, 40, 5, 38)), ReferenceOps()
-    x = noise(1, 40, 4, 50)
-    matrices = (random_matrix(12, 200, "f32"), random_matrix(200, 12, "f32"), random_matrix(4, 200, "f32"))
-    weights = HyperWeights(noise(2, 4, 50), *matrices, 1e-6)
-    for found, expected in zip(ops.hyper_mix(x, weights), reference.hyper_mix(x, weights), strict=True):
+    x, wide = noise(1, 40, 4, hidden), 4 * hidden
+    matrices = (random_matrix(12, wide, format), random_matrix(wide, 12, format), random_matrix(4, wide, format))
+    weights = HyperWeights(noise(2, 4, hidden), *matrices, 1e-6)
+    c, y = noise(3, 40, 4), noise(4, 40, hidden)
+    added, expected_sum = ops.hyper_add(x, c, y), reference.hyper_add(x, c, y)
+    fused, expected = ops.hyper_mix(added, weights), reference.hyper_mix(expected_sum, weights)
+    assert error(added, expected_sum) < 1e-6
+    again = ops.hyper_mix(added, weights)  # of a sum that is there: the same bits
+    for found, same, exact in zip(fused, again, expected, strict=True):
         assert found is not None
-        assert expected is not None
-        assert error(found, expected) < 2.0**-8
-    c, y = noise(3, 40, 4), noise(4, 40, 50)
-    assert error(ops.hyper_add(x, c, y), reference.hyper_add(x, c, y)) < 1e-6
+        assert same is not None
+        assert exact is not None
+        assert error(found, exact) < 2.0**-8
+        assert torch.equal(found, same)
+    for read in (
+        lambda s: ops.add(s, x),
+        lambda s: ops.hyper_mix(s[7:8], weights)[0],
+        lambda s: ops.hyper_add(s, c, y),
+    ):
+        owed = ops.hyper_add(x, c, y)
+        read(owed)
+        assert torch.equal(owed, added), "whoever reads the streams finds their sum"
+    without = HyperWeights(weights.norm_SH, *matrices[:2], None, 1e-6)
+    assert torch.equal(ops.hyper_mix(added, without)[0], fused[0])
+
+
+def test_convolutions_are_the_references() -> None:
+    ops, reference = ops_of(Frame(0, 40, 5, 38)), ReferenceOps()
     rows, tail, taps = noise(5, 40, 30), noise(6, 9, 30), noise(7, 30, 4)
     found = ops.causal_conv(rows, tail, taps, 3)
     assert error(found[5:], reference.causal_conv(rows[5:], tail, taps, 3)) < 1e-6

@@ -125,7 +125,7 @@ class ChunkReader:
         self._prompt, self._stream, self._buffers = prompt, stream, buffers
         self.chunk_rows = chunk_rows  # chunks end at multiples of it
         self._parts = prompt._state.begin_prompt()
-        self._weights = DenseWeights()
+        self._weights = DenseWeights(prompt._compute.launch)
         device = prompt._machine.device
         self._counts = torch.zeros(prompt._num_layers, self._buffers_experts, dtype=torch.int32, device=device)
 

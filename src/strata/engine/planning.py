@@ -12,7 +12,7 @@ from strata.config import BY_NAME, Requested
 from strata.engine.rates import kept_rates
 from strata.errors import ConfigError, MemoryPlanError
 from strata.kernels.cuda.program import MAX_WINDOW
-from strata.kernels.cuda.prompt.frame import EDGE_ROWS, FRAME_ROWS, SHORT_ROWS
+from strata.kernels.cuda.prompt.frame import BLOCK_ROWS, EDGE_ROWS, FRAME_ROWS, SHORT_ROWS
 from strata.memory.planner import GIB, LEAST_RING, MIB, expert_stride, fixed_bytes, lent_slots, prompt_bytes
 from strata.memory.probe import Machine
 from strata.memory.requests import DeviceRoom, MemoryRequest, ModelShape, PinRequest, pin_arena, pin_complement
@@ -122,12 +122,14 @@ def request_of_windows(request: MemoryRequest) -> MemoryRequest:
 
 
 def request_of_card(request: MemoryRequest, requested: Requested, shape: ModelShape, room: DeviceRoom) -> MemoryRequest:
-    """For a card on which prompts run in chunks: of exactly what was asked for, or of ``card_chunk_rows``. Chunks that
-    are no longer than what is read as windows make all of a prompt windows."""
+    """For a card on which prompts run in chunks: of what was asked for, ended with whole blocks of the delta rule
+    (0133), or of ``card_chunk_rows``. Chunks that are no longer than what is read as windows make all of a prompt
+    windows."""
     prefill = requested.prefill
     if not prefill.is_auto and prefill.rows <= SHORT_ROWS:
         return request_of_windows(replace(request, chunk_rows=prefill.rows))
-    request = replace(request, chunk_rows=prefill.rows, pass_rows=MAX_WINDOW, as_windows=True, in_chunks=True)
+    asked = -(-prefill.rows // BLOCK_ROWS) * BLOCK_ROWS
+    request = replace(request, chunk_rows=asked, pass_rows=MAX_WINDOW, as_windows=True, in_chunks=True)
     if not prefill.is_auto or room.free_bytes is None:
         return request
     most = request.max_context if prefill == Prefill() else min(prefill.rows, request.max_context)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["EDGE_ROWS", "FRAME_ROWS", "SHORT_ROWS", "TENSOR_ARCHITECTURE", "Frame", "frames_of"]
+__all__ = ["BLOCK_ROWS", "EDGE_ROWS", "FRAME_ROWS", "SHORT_ROWS", "TENSOR_ARCHITECTURE", "Frame", "frames_of"]
 
 FRAME_ROWS = 2048  # library products of 8,192 rows are 30 % faster, but a short prompt pays for a whole frame
 EDGE_ROWS = 512  # chunks of 'auto' are multiples
+BLOCK_ROWS = 32  # of the delta rule (delta_blocks.cu): chunks and frames end with whole blocks
 SHORT_ROWS = 128  # up to so many rows are read as windows: they pick few of a layer's experts, a chunk streams all
 TENSOR_ARCHITECTURE = 80  # the oldest with BF16 on its tensor cores; older cards read prompts as windows
 

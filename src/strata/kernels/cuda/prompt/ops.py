@@ -11,37 +11,71 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 
 from strata.errors import EngineError
-from strata.kernels.cuda.program import Launch
+from strata.kernels.cuda.program import Argument, Launch
 from strata.kernels.cuda.prompt.calls import LibraryCalls
-from strata.kernels.cuda.prompt.frame import Frame
-from strata.kernels.ops import DeltaRows, HyperWeights, Matrix
+from strata.kernels.cuda.prompt.frame import BLOCK_ROWS, Frame
+from strata.kernels.ops import DeltaRows, DeltaWeights, HyperWeights, Matrix, NgramWeights
 from strata.kernels.reference import ReferenceOps
 
 __all__ = ["DenseWeights", "PromptOps"]
 
-DELTA_WIDTHS = (32, 64, 128)  # kernels of delta_prompt.cu
-DELTA_COLUMNS, DELTA_THREADS = 16, 128
+DELTA_WIDTHS = (32, 64, 128)  # kernels of delta_blocks.cu
+SMALL_PITCH = 80  # of delta_blocks.cu
+GATE_THREADS, GATE_WARPS, INPUT_STEPS, MOST_TAPS = 256, 8, 32, 8  # of gates_prompt.cu
+GATED_WIDTH, ROTARY_WIDTH, ROUTED = 128, 256, 1024
+HELD_HIDDEN = 4096  # of streams_add_norm
 ATTENDED_WIDTHS = (32, 64, 128, 256)  # kernels of attend_prompt.cu
 ATTENDING, SELECTING, KEYS, MOST_HEADS = 128, 256, 32, 16
 STREAM_THREADS = 256  # of streams_prompt.cu
-AT_ONCE = 1 << 23  # weights that are dequantised at once: in between they are FP32
-MOST_KEPT = 1 << 27  # weights of a matrix that is kept dequantised; a head's is larger, and used once a prompt
+MOST_KEPT = 1 << 27  # weights of a matrix that is dequantised whole; a head's is larger, and used once a prompt
 
 
-class _Delta(ctypes.Structure):
-    """``Delta`` of delta_prompt.cu."""
+class _Blocks(ctypes.Structure):
+    """``Blocks`` of delta_blocks.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("q", "k", "v", "beta", "decay", "state", "out")),
+        *(
+            (name, ctypes.c_uint64)
+            for name in ("q", "k", "v", "beta", "decay", "through", "within", "own", "decays", "state", "out")
+        ),
         *(
             (name, ctypes.c_int)
             for name in ("first", "stop", "key_heads", "value_heads", "key_width", "value_width")
         ),
     )  # fmt: skip
+
+
+class _Inputs(ctypes.Structure):
+    """``Inputs`` of gates_prompt.cu."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_uint64)
+            for name in (
+                "x", "tail", "weight", "b", "a", "log_decay", "bias", "q", "k", "v", "beta", "decay"
+            )
+        ),
+        *(
+            (name, ctypes.c_int)
+            for name in ("first", "stop", "taps", "key_heads", "value_heads", "key_width", "value_width")
+        ),
+        ("scale", ctypes.c_float),
+    )  # fmt: skip
+
+
+class _Heads(ctypes.Structure):
+    """``Heads`` of gates_prompt.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("x", "weight", "cosines", "sines", "out")),
+        *((name, ctypes.c_int) for name in ("rows", "heads", "width", "half", "apart", "pitch", "plus_one")),
+        ("eps", ctypes.c_float),
+    )
 
 
 class _Sparse(ctypes.Structure):
@@ -55,38 +89,50 @@ class _Sparse(ctypes.Structure):
 
 
 class DenseWeights:
-    """Matrices as products read them; what is dequantised stays until ``forget``."""
+    """Matrices as products read them; what is made of them stays until ``forget``. ``launch`` as for ``PromptOps``."""
 
-    def __init__(self) -> None:
-        self._kept: dict[int, torch.Tensor] = {}
+    def __init__(self, launch: Callable[[list[Launch]], None]) -> None:
+        self._launch = launch
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}
 
     def get(self, weight: Matrix) -> torch.Tensor:
         """FP32 or BF16 O x I."""
         if weight.format != "q8_0":
             return weight.data
-        found = self._kept.get(weight.data.data_ptr())
-        if found is None or found.shape[0] != weight.rows:
-            found = torch.empty(weight.rows, weight.columns, dtype=torch.bfloat16, device=weight.data.device)
-            for first, stop in _pieces(weight):
-                found[first:stop] = _dequantised(weight, first, stop)
-            self._kept[weight.data.data_ptr()] = found
-        return found
+        key = (weight.data.data_ptr(), weight.rows)
+        if key not in self._kept:
+            self._kept[key] = self.dequantised(weight, 0, weight.rows)
+        return self._kept[key]
+
+    def joined(self, first: Matrix, second: Matrix) -> torch.Tensor:
+        """BF16: the rows of both, and zeros up to a multiple of eight."""
+        key = (first.data.data_ptr(), -second.data.data_ptr())
+        if key not in self._kept:
+            rows = first.rows + second.rows
+            whole = torch.zeros(-(-rows // 8) * 8, first.columns, dtype=torch.bfloat16, device=first.data.device)
+            whole[: first.rows] = self.get(first)
+            whole[first.rows : rows] = self.get(second)
+            self._kept[key] = whole
+        return self._kept[key]
+
+    def dequantised(self, weight: Matrix, first: int, stop: int) -> torch.Tensor:
+        """Rows [first, stop) of 8-bit weights, each rounded to BF16 once."""
+        assert weight.scales is not None
+        codes, scales = weight.data[first:stop], weight.scales[first:stop]
+        out = torch.empty(stop - first, weight.columns, dtype=torch.bfloat16, device=codes.device)
+        arguments = (codes, scales, weight.columns, codes.shape[1], out)
+        grid = (stop - first, -(-weight.columns // (4 * GATE_THREADS)), 1)
+        self._launch([Launch("gates_prompt.dequantise", grid, GATE_THREADS, 0, arguments)])
+        return out
 
     def forget(self) -> None:
         self._kept.clear()
 
 
 def _pieces(weight: Matrix) -> list[tuple[int, int]]:
-    """Ranges of rows that are dequantised at once."""
-    step = max(1, AT_ONCE // weight.columns)
+    """Ranges of rows of a large matrix that are dequantised at once."""
+    step = max(1, MOST_KEPT // weight.columns)
     return [(first, min(first + step, weight.rows)) for first in range(0, weight.rows, step)]
-
-
-def _dequantised(weight: Matrix, first: int, stop: int) -> torch.Tensor:
-    """Rows [first, stop) of 8-bit weights, each rounded to BF16 once."""
-    assert weight.scales is not None
-    blocks = torch.unflatten(weight.data[first:stop], 1, (-1, 32)) * weight.scales[first:stop].float().unsqueeze(-1)
-    return blocks.bfloat16().flatten(1)[:, : weight.columns]
 
 
 class PromptOps(ReferenceOps):
@@ -98,6 +144,7 @@ class PromptOps(ReferenceOps):
         self, frame: Frame, calls: LibraryCalls, weights: DenseWeights, launch: Callable[[list[Launch]], None]
     ) -> None:
         self._frame, self._calls, self._weights, self._launch = frame, calls, weights, launch
+        self._owed: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # see hyper_add
 
     def linear(self, x_TI: torch.Tensor, weight_OI: Matrix) -> torch.Tensor:
         return self.linears(x_TI, [weight_OI])[0]
@@ -110,15 +157,66 @@ class PromptOps(ReferenceOps):
         assert x_TI is not None
         if weight.format != "q8_0" or weight.rows * weight.columns <= MOST_KEPT:
             return self._calls.product(x_TI, self._weights.get(weight))
-        parts = [self._calls.product(x_TI, _dequantised(weight, *piece)) for piece in _pieces(weight)]
+        parts = [self._calls.product(x_TI, self._weights.dequantised(weight, *piece)) for piece in _pieces(weight)]
         return torch.cat(parts, dim=-1)
+
+    def gated_linear(
+        self, gate: torch.Tensor, x: torch.Tensor, weight_OI: Matrix, kind: Literal["sigmoid", "silu"]
+    ) -> torch.Tensor:
+        rows, heads, width = (*x.shape[:-1], x.shape[-1]) if x.dim() == 3 else (x.shape[0], 1, x.shape[1])
+        apart = gate.stride(1) if gate.dim() == 3 else 0
+        out_TI = torch.empty(rows, heads * width, dtype=torch.bfloat16, device=x.device)
+        arguments = (gate, x.contiguous(), heads, width, apart, gate.stride(0), int(kind == "silu"), out_TI)
+        self._run("gated", (rows, -(-heads * width // GATE_THREADS), 1), *arguments)
+        return self.linear(out_TI, weight_OI)
+
+    def add_gated(self, y_TH: torch.Tensor, gate_T1: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
+        rows, width = x_TH.shape
+        sum_TH = torch.empty_like(x_TH)
+        arguments = (y_TH.contiguous(), gate_T1.contiguous(), x_TH, width, sum_TH)
+        self._run("add_gated", (rows, -(-width // GATE_THREADS), 1), *arguments)
+        return sum_TH
+
+    def norm_rope(
+        self,
+        heads: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        eps: float,
+        cos_TR: torch.Tensor,
+        sin_TR: torch.Tensor,
+        *,
+        plus_one: bool,
+    ) -> list[torch.Tensor]:
+        if any(x.shape[-1] > ROTARY_WIDTH for x, _ in heads):
+            return super().norm_rope(heads, eps, cos_TR, sin_TR, plus_one=plus_one)
+        found = []
+        cos_TR, sin_TR = cos_TR.contiguous(), sin_TR.contiguous()
+        for x, weight in heads:
+            assert x.stride(2) == 1
+            out = torch.empty(x.shape, device=x.device)
+            tensors = (x, weight, cos_TR, sin_TR, out)
+            one = _Heads(
+                *(tensor.data_ptr() for tensor in tensors), *x.shape, cos_TR.shape[1], x.stride(1), x.stride(0),
+                int(plus_one), eps,
+            )  # fmt: skip
+            self._run("norm_rope", (-(-x.shape[0] * x.shape[1] // GATE_WARPS), 1, 1), one)
+            found.append(out)
+        return found
 
     def router(self, logits_TE: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows that are not the chunk's pick expert -1."""
-        ids_TK, weights_TK = super().router(logits_TE, top_k, renormalise=renormalise)
-        ids_TK[: self._frame.first] = -1
-        ids_TK[self._frame.stop :] = -1
+        frame, (rows, experts) = self._frame, logits_TE.shape
+        if experts > ROUTED:
+            raise EngineError(f"a router of {experts} experts: prompts on a card are routed to at most {ROUTED}")
+        ids_TK = torch.empty(rows, top_k, dtype=torch.int32, device=logits_TE.device)
+        weights_TK = torch.empty(rows, top_k, device=logits_TE.device)
+        arguments = (
+            logits_TE, rows, frame.first, frame.stop, experts, top_k, int(renormalise), ids_TK, weights_TK,
+        )  # fmt: skip
+        self._run("route", (-(-rows // GATE_WARPS), 1, 1), *arguments)
         return ids_TK, weights_TK
+
+    def _run(self, entry: str, grid: tuple[int, int, int], *arguments: Argument) -> None:
+        self._launch([Launch(f"gates_prompt.{entry}", grid, GATE_THREADS, 0, arguments)])
 
     # Hyper-connections -------------------------------------------------------------------------------------------
 
@@ -126,26 +224,68 @@ class PromptOps(ReferenceOps):
         """The normed streams are BF16, for all three products and for the mean."""
         rows, streams, hidden = x_TSH.shape
         n_TX = torch.empty(rows, streams * hidden, dtype=torch.bfloat16, device=x_TSH.device)
-        arguments = (x_TSH, weights.norm_SH, weights.eps, streams, hidden, n_TX)
-        self._launch([Launch("streams_prompt.streams_norm", (rows, streams, 1), STREAM_THREADS, 0, arguments)])
-        low_TF = torch.nn.functional.silu(self.linear(n_TX, weights.down) / streams)
+        owed = self._owed
+        if owed is not None and owed[3] is x_TSH and hidden % 4 == 0 and hidden <= HELD_HIDDEN:
+            self._owed = None
+            added = (*owed[:3], weights.norm_SH, weights.eps, streams, hidden, x_TSH, n_TX)
+            self._launch([Launch("streams_prompt.streams_add_norm", (rows, streams, 1), STREAM_THREADS, 0, added)])
+        else:
+            self._settle()
+            arguments = (x_TSH, weights.norm_SH, weights.eps, streams, hidden, n_TX)
+            self._launch([Launch("streams_prompt.streams_norm", (rows, streams, 1), STREAM_THREADS, 0, arguments)])
+        low_TF, c_TS = self._hyper_gates(n_TX, streams, weights)
         gate_TX = self.linear(low_TF, weights.up)
         u_TH = torch.empty(rows, hidden, device=x_TSH.device)
         grid = (rows, -(-hidden // STREAM_THREADS), 1)
         self._launch(
             [Launch("streams_prompt.streams_mix", grid, STREAM_THREADS, 0, (gate_TX, n_TX, streams, hidden, u_TH))]
         )
-        if weights.inject is None:
-            return u_TH, None
-        return u_TH, 2.0 * (self.linear(n_TX, weights.inject) / streams).sigmoid()
+        return u_TH, c_TS
+
+    def _hyper_gates(
+        self, n_TX: torch.Tensor, streams: int, weights: HyperWeights
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(low_TF BF16, c_TS): one product for both, because reading the streams is what each would wait for."""
+        rows, rank, inject = n_TX.shape[0], weights.down.rows, weights.inject
+        if inject is None:
+            found = self.linear(n_TX, weights.down)
+        elif "f32" in (weights.down.format, inject.format):
+            found = torch.cat(self.linears(n_TX, [weights.down, inject]), dim=1)
+        else:
+            found = self._calls.product(n_TX, self._weights.joined(weights.down, inject))
+        low_TF = torch.empty(rows, rank, dtype=torch.bfloat16, device=n_TX.device)
+        c_TS = torch.empty(rows, streams, device=n_TX.device)
+        arguments = (found, found.shape[1], rank, streams, int(inject is not None), low_TF, c_TS)
+        grid = (rows, -(-(rank + streams) // STREAM_THREADS), 1)
+        self._launch([Launch("streams_prompt.streams_gates", grid, STREAM_THREADS, 0, arguments)])
+        return low_TF, None if inject is None else c_TS
 
     def hyper_add(self, x_TSH: torch.Tensor, c_TS: torch.Tensor, y_TH: torch.Tensor) -> torch.Tensor:
-        rows, streams, hidden = x_TSH.shape
+        """The sum is owed until someone reads it: most often the next mixer, which computes it on the way."""
+        self._settle()
         sum_TSH = torch.empty_like(x_TSH)
-        grid = (rows, -(-hidden // STREAM_THREADS), 1)
-        arguments = (x_TSH, c_TS, y_TH.contiguous(), streams, hidden, sum_TSH)
-        self._launch([Launch("streams_prompt.streams_add", grid, STREAM_THREADS, 0, arguments)])
+        self._owed = (x_TSH, c_TS, y_TH.contiguous(), sum_TSH)
         return sum_TSH
+
+    def _settle(self) -> None:
+        """Computes the streams that are owed: before any operation that may read streams."""
+        if self._owed is None:
+            return
+        (rows, streams, hidden), owed = self._owed[0].shape, self._owed
+        self._owed = None
+        grid = (rows, -(-hidden // STREAM_THREADS), 1)
+        arguments = (*owed[:3], streams, hidden, owed[3])
+        self._launch([Launch("streams_prompt.streams_add", grid, STREAM_THREADS, 0, arguments)])
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self._settle()
+        return super().add(x, y)
+
+    def ngram_gate(
+        self, key_TSH: torch.Tensor, value_TH: torch.Tensor, x_TSH: torch.Tensor, weights: NgramWeights
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._settle()
+        return super().ngram_gate(key_TSH, value_TH, x_TSH, weights)
 
     # Mixers ------------------------------------------------------------------------------------------------------
 
@@ -163,26 +303,93 @@ class PromptOps(ReferenceOps):
         self._launch([Launch("streams_prompt.convolve", grid, STREAM_THREADS, 0, arguments)])
         return y_TC
 
+    def delta_inputs(
+        self,
+        qkv_TC: torch.Tensor,
+        tail_UC: torch.Tensor,
+        b_TN: torch.Tensor,
+        a_TN: torch.Tensor,
+        weights: DeltaWeights,
+    ) -> tuple[torch.Tensor, DeltaRows]:
+        """Queries, keys and values are BF16; rows that are not the chunk's are left as they are."""
+        frame, device, taps = self._frame, qkv_TC.device, weights.conv_CW.shape[1]
+        groups, heads, key, value = weights.key_heads, weights.value_heads, weights.key_width, weights.value_width
+        if max(key, value) > GATED_WIDTH or taps > MOST_TAPS:
+            raise EngineError(
+                f"a delta net of {key} and {value} values a head and {taps} taps: prompts on a card are read with at "
+                f"most {GATED_WIDTH} values and {MOST_TAPS} taps"
+            )
+        rows = qkv_TC.shape[0]
+        q, k, v = (
+            torch.empty(rows, count, width, dtype=torch.bfloat16, device=device)
+            for count, width in ((groups, key), (groups, key), (heads, value))
+        )
+        beta, decay = torch.empty(rows, heads, device=device), torch.empty(rows, heads, device=device)
+        given = (qkv_TC, tail_UC, weights.conv_CW, b_TN, a_TN, weights.log_decay_N, weights.dt_bias_N)
+        tensors = [*(tensor.contiguous() for tensor in given), q, k, v, beta, decay]
+        one = _Inputs(
+            *(tensor.data_ptr() for tensor in tensors), frame.first, frame.stop, taps, groups, heads, key, value,
+            key**-0.5,
+        )  # fmt: skip
+        self._run("delta_inputs", (2 * groups + heads + 1, -(-frame.count // INPUT_STEPS), 1), one)
+        return q, DeltaRows(k, v, beta, decay)
+
     def gated_delta(
         self, q_TGD: torch.Tensor, rows: DeltaRows, state_NDV: torch.Tensor, pending: DeltaRows | None, *, write: bool
     ) -> torch.Tensor:
-        """Row by row, by a kernel of our own: the state that it leaves depends on the rows alone."""
+        """By blocks of ``BLOCK_ROWS`` rows that begin at multiples of it: a chunk begins and ends with one (0133)."""
         assert pending is None
         assert write, "rows of a prompt are certain"
-        frame, (heads, key_width, value_width) = self._frame, state_NDV.shape
-        width = next((width for width in DELTA_WIDTHS if key_width <= width), None)
-        if width is None:
-            raise EngineError(f"a delta net with keys of {key_width} values: at most {DELTA_WIDTHS[-1]} are read")
-        o_TNV = torch.zeros_like(rows.v_TNV)
-        tensors = [q_TGD, rows.k_TGD, rows.v_TNV, rows.beta_TN, rows.g_TN, state_NDV, o_TNV]
-        tensors = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
-        one = _Delta(
+        assert state_NDV.is_contiguous()
+        frame, device, (heads, key_width, value_width) = self._frame, state_NDV.device, state_NDV.shape
+        wide = next((wide for wide in DELTA_WIDTHS if max(key_width, value_width) <= wide), None)
+        if wide is None or key_width % 8 or value_width % 8:
+            raise EngineError(
+                f"a delta net with heads of {key_width} and {value_width} values: prompts on a card are read with at "
+                f"most {DELTA_WIDTHS[-1]}, by eights"
+            )
+        blocks = -(-q_TGD.shape[0] // BLOCK_ROWS)
+        o_TNV = (torch.empty if frame.count == frame.rows else torch.zeros)(rows.v_TNV.shape, device=device)
+        bf16 = {"dtype": torch.bfloat16, "device": device}
+        room = (
+            torch.empty(blocks, heads, BLOCK_ROWS, wide, **bf16),
+            torch.empty(blocks, heads, BLOCK_ROWS, BLOCK_ROWS, **bf16),
+            torch.empty(blocks, heads, wide, BLOCK_ROWS, device=device),
+            torch.empty(blocks, heads, 2, BLOCK_ROWS, device=device),
+        )
+        given = (q_TGD.bfloat16(), rows.k_TGD.bfloat16(), rows.v_TNV.bfloat16(), rows.beta_TN, rows.g_TN)
+        tensors = [*(tensor.contiguous() for tensor in given), *room, state_NDV, o_TNV]
+        one = _Blocks(
             *(tensor.data_ptr() for tensor in tensors), frame.first, frame.stop, q_TGD.shape[1], heads, key_width,
             value_width,
         )  # fmt: skip
-        grid = (-(-value_width // DELTA_COLUMNS), heads, 1)
-        self._launch([Launch(f"delta_prompt.delta_{width}", grid, DELTA_THREADS, 0, (one,))])
+        first, stop = frame.first // BLOCK_ROWS, -(-frame.stop // BLOCK_ROWS)
+        shared = 2 * (3 * BLOCK_ROWS * (2 * wide + 16) + BLOCK_ROWS * SMALL_PITCH + 256)
+        warps = min(4, wide // 16)
+        self._launch(
+            [
+                Launch(f"delta_blocks.prepare_{wide}", (stop - first, heads, 1), 128, 0, (one,)),
+                Launch(f"delta_blocks.scan_{wide}", (wide // (16 * warps), heads, 1), 32 * warps, shared, (one,)),
+            ]
+        )
         return o_TNV
+
+    def gated_norm(
+        self,
+        o_TNV: torch.Tensor,
+        z_TNV: torch.Tensor,
+        weight_V: torch.Tensor,
+        eps: float,
+        gate: Literal["sigmoid", "silu"],
+    ) -> torch.Tensor:
+        """BF16: only a product reads it."""
+        rows, heads, width = o_TNV.shape
+        if width > GATED_WIDTH:
+            return super().gated_norm(o_TNV, z_TNV, weight_V, eps, gate)
+        normed_TNV = torch.empty(o_TNV.shape, dtype=torch.bfloat16, device=o_TNV.device)
+        arguments = (o_TNV, z_TNV.contiguous(), weight_V, eps, rows * heads, width, int(gate == "silu"), normed_TNV)
+        self._run("gated_norm", (-(-rows * heads // GATE_WARPS), 1, 1), *arguments)
+        return normed_TNV
 
     def attention(
         self, q_TND: torch.Tensor, k_PGD: torch.Tensor, v_PGD: torch.Tensor, start: int, scale: float

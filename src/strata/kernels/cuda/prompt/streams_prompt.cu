@@ -1,7 +1,7 @@
 // Hyper-connections of a prompt's pass, each in one reading of the streams: the block's output added and the norm of the
 // next mixer, and the mixed input of a block. A row is computed by itself, in one order.
+#include "pairs.h"
 #include "rows.h"
-#include "tensor.h"
 
 namespace strata {
 namespace prompt {
@@ -54,8 +54,63 @@ __device__ __forceinline__ void add(const float* x, const float* c, const float*
     }
 }
 
+// `add` and then `norm` of what it gives, in one reading, for a hidden width that is a multiple of 4 and at most kHeld *
+// 1,024: the same bits. Grid (rows, streams).
+constexpr int kHeld = 4;
+__device__ __forceinline__ void add_norm(const float* x, const float* c, const float* y, const float* weight, float eps,
+                                         int streams, int hidden, float* sum, unsigned short* normed) {
+    __shared__ float room[kThreads / 32];
+    const long long row = blockIdx.x, at = (row * streams + blockIdx.y) * hidden;
+    const float strength = c[row * streams + blockIdx.y];
+    float4 own[kHeld];
+    float squares = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+        const int i = (threadIdx.x + j * kThreads) * kOwn;
+        if (i >= hidden) continue;
+        const float4 before = *reinterpret_cast<const float4*>(x + at + i);
+        const float4 more = *reinterpret_cast<const float4*>(y + row * hidden + i);
+        own[j].x = rows::fused(strength, more.x, before.x), own[j].y = rows::fused(strength, more.y, before.y);
+        own[j].z = rows::fused(strength, more.z, before.z), own[j].w = rows::fused(strength, more.w, before.w);
+        *reinterpret_cast<float4*>(sum + at + i) = own[j];
+        squares = rows::fused(own[j].x, own[j].x, squares), squares = rows::fused(own[j].y, own[j].y, squares);
+        squares = rows::fused(own[j].z, own[j].z, squares), squares = rows::fused(own[j].w, own[j].w, squares);
+    }
+    const float scale = rows::inverse_root(rows::block_sum(squares, room) / static_cast<float>(hidden) + eps);
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+        const int i = (threadIdx.x + j * kThreads) * kOwn;
+        if (i >= hidden) continue;
+        const float4 w = *reinterpret_cast<const float4*>(weight + blockIdx.y * hidden + i);
+        *reinterpret_cast<uint2*>(normed + at + i) =
+            make_uint2(pairs::rounded(own[j].x * scale * (1.0f + w.x), own[j].y * scale * (1.0f + w.y)),
+                       pairs::rounded(own[j].z * scale * (1.0f + w.z), own[j].w * scale * (1.0f + w.w)));
+    }
+}
+
 }  // namespace prompt
 }  // namespace strata
+
+extern "C" __global__ void __launch_bounds__(256)
+    streams_add_norm(const float* x, const float* c, const float* y, const float* weight, float eps, int streams, int hidden,
+                     float* sum, unsigned short* normed) {
+    strata::prompt::add_norm(x, c, y, weight, eps, streams, hidden, sum, normed);
+}
+
+// Of rows of `pitch` products of the normed streams: low = silu(its first `rank` / S) in BF16, and, for `inject` not 0,
+// c = 2 sigmoid(the S behind them / S).
+extern "C" __global__ void __launch_bounds__(256)
+    streams_gates(const float* products, int pitch, int rank, int streams, int inject, unsigned short* low, float* c) {
+    using namespace strata;
+    const int i = blockIdx.y * 256 + threadIdx.x;
+    const long long row = blockIdx.x;
+    if (i >= rank + (inject ? streams : 0)) return;
+    const float x = products[row * pitch + i] / static_cast<float>(streams);
+    if (i < rank)
+        low[row * rank + i] = static_cast<unsigned short>(pairs::rounded(rows::silu(x), 0.0f));
+    else
+        c[row * streams + i - rank] = 2.0f * rows::sigmoid(x);
+}
 
 extern "C" __global__ void __launch_bounds__(256) streams_norm(const float* x, const float* weight, float eps, int streams,
                                                                int hidden, unsigned short* normed) {
