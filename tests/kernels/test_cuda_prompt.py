@@ -336,7 +336,36 @@ def test_products_round_what_the_record_says(format: str) -> None:
     operands = (x, dense_weight(matrix)) if format == "f32" else (x.bfloat16(), dense_weight(matrix).bfloat16())
     expected = operands[0].double() @ operands[1].double().T
     (found,) = ops_of(Frame(0, 7, 0, 7)).linears(x, [matrix])
-    assert error(found, expected) < 1e-6
+    assert error(found, expected) < (2.0**-16 if format == "f32" else 1e-6)
+
+
+@pytest.mark.parametrize(("rows", "outputs", "columns"), [(70, 48, 100), (65, 130, 64), (3, 8, 36)])
+def test_products_of_fp32_matrices_are_nearly_as_exact(rows: int, outputs: int, columns: int) -> None:
+    x = noise(1, rows, columns)
+    matrices = [random_matrix(outputs, columns, "f32") for _ in range(3)] + [random_matrix(outputs, columns, "bf16")]
+    found = ops_of(Frame(0, rows, 0, rows)).linears(x, matrices)
+    for y, matrix in zip(found[:3], matrices, strict=False):
+        size = x.double().abs() @ matrix.data.double().abs().T
+        assert float(((y - x.double() @ matrix.data.double().T).abs() / size).max()) < 2.0**-16
+    alone = ops_of(Frame(0, rows, 0, rows)).linear(x[-1:], matrices[1])
+    assert torch.equal(alone[0], found[1][-1]), "a row's bits do not depend on its place"
+
+
+def test_scores_of_index_blocks_are_nearly_as_exact_as_fp32() -> None:
+    """Of all blocks that a row of the chunk may see, whose number is no multiple of a tile; NaN stays NaN."""
+    rows, heads, width, start, block = 80, 4, 36, 240, 2
+    frame = Frame(start, rows, 5, 70)
+    q, keys = noise(1, rows, heads, width), noise(2, (start + rows) // block, width)
+    keys[7, 3] = torch.nan
+    q[:5] = torch.nan
+    (scores,) = ops_of(frame)._split(q.flatten(1), [keys], heads, block)
+    exact = torch.stack([(q[:, head].double() @ keys.double().T).relu() for head in range(heads)]).sum(0)
+    size = torch.stack([q[:, head].double().abs() @ keys.double().abs().T for head in range(heads)]).sum(0)
+    for row in range(5, 70):
+        seen = (start + row + 1) // block
+        assert scores[row, 7].isnan()
+        kept = [number for number in range(seen) if number != 7]
+        assert float(((scores - exact).abs() / size)[row, kept].max()) < 2.0**-16
 
 
 def test_frames_hold_a_chunks_rows_at_multiples_of_their_own() -> None:

@@ -28,6 +28,7 @@ DELTA_WIDTHS = (32, 64, 128)  # kernels of delta_blocks.cu
 SMALL_PITCH = 80  # of delta_blocks.cu
 GATE_THREADS, GATE_WARPS, INPUT_STEPS, MOST_TAPS = 256, 8, 32, 8  # of gates_prompt.cu
 GATED_WIDTH, ROTARY_WIDTH, ROUTED = 128, 256, 1024
+SPLIT_TILE, SPLIT_THREADS, FEWEST_SPLIT = 64, 128, 8  # of split_product.cu
 HELD_HIDDEN = 4096  # of streams_add_norm
 ATTENDED_WIDTHS = (32, 64, 128, 256)  # kernels of attend_prompt.cu
 ATTENDING, SELECTING, KEYS, MOST_HEADS = 128, 256, 32, 16
@@ -88,6 +89,20 @@ class _Sparse(ctypes.Structure):
     )
 
 
+class _Split(ctypes.Structure):
+    """``Split`` of split_product.cu."""
+
+    _fields_ = (
+        ("x", ctypes.c_uint64), ("w", ctypes.c_uint64 * 2), ("y", ctypes.c_uint64 * 2),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "rows", "outputs", "columns", "segments", "positive", "start", "first", "stop", "block"
+            )
+        ),
+    )  # fmt: skip
+
+
 class DenseWeights:
     """Matrices as products read them; what is made of them stays until ``forget``. ``launch`` as for ``PromptOps``."""
 
@@ -145,13 +160,51 @@ class PromptOps(ReferenceOps):
     ) -> None:
         self._frame, self._calls, self._weights, self._launch = frame, calls, weights, launch
         self._owed: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # see hyper_add
+        self._rounded: tuple[torch.Tensor, torch.Tensor] | None = None  # a mixer's last output, and it in BF16
 
     def linear(self, x_TI: torch.Tensor, weight_OI: Matrix) -> torch.Tensor:
         return self.linears(x_TI, [weight_OI])[0]
 
     def linears(self, x_TI: torch.Tensor, weights: Sequence[Matrix]) -> list[torch.Tensor]:
-        rounded = None if all(weight.format == "f32" for weight in weights) else x_TI.bfloat16()
-        return [self._product(x_TI.float() if weight.format == "f32" else rounded, weight) for weight in weights]
+        """FP32 matrices are multiplied as sums of two BF16 ones, two of one shape in one launch (0134)."""
+        known = self._rounded
+        rounded = known[1] if known is not None and known[0] is x_TI else None
+        if rounded is None and any(weight.format != "f32" for weight in weights):
+            rounded = x_TI.bfloat16()
+        found: dict[int, torch.Tensor] = {}
+        split = [
+            number
+            for number, weight in enumerate(weights)
+            if weight.format == "f32" and weight.rows >= FEWEST_SPLIT and weight.columns % 4 == 0
+        ]
+        while split:
+            first = split.pop(0)
+            same = [other for other in split if weights[other].data.shape == weights[first].data.shape][:1]
+            split = [other for other in split if other not in same]
+            both = [first, *same]
+            matrices = [weights[number].data.contiguous() for number in both]
+            found |= zip(both, self._split(x_TI.float().contiguous(), matrices, 1, None), strict=True)
+        for number, weight in enumerate(weights):
+            if number not in found:
+                found[number] = self._product(x_TI.float() if weight.format == "f32" else rounded, weight)
+        return [found[number] for number in range(len(weights))]
+
+    def _split(
+        self, x_TX: torch.Tensor, matrices: Sequence[torch.Tensor], segments: int, block: int | None
+    ) -> list[torch.Tensor]:
+        """Products of FP32 operands with each of one or two O x I matrices. With ``block``: scores, the sum over
+        segments of x of what is above zero, of as many outputs as a row of the chunk may see."""
+        frame, (rows, (outputs, columns)) = self._frame, (x_TX.shape[0], matrices[0].shape)
+        found = [torch.empty(rows, outputs, device=x_TX.device) for _ in matrices]
+        address = ctypes.c_uint64 * 2
+        one = _Split(
+            x_TX.data_ptr(), address(*(matrix.data_ptr() for matrix in matrices)),
+            address(*(y_TO.data_ptr() for y_TO in found)), rows, outputs, columns, segments, int(block is not None),
+            frame.start, frame.first, frame.stop, block or 0,
+        )  # fmt: skip
+        grid = (-(-outputs // SPLIT_TILE), -(-rows // SPLIT_TILE), len(matrices))
+        self._launch([Launch("split_product.split_product", grid, SPLIT_THREADS, 0, (one,))])
+        return found
 
     def _product(self, x_TI: torch.Tensor | None, weight: Matrix) -> torch.Tensor:
         assert x_TI is not None
@@ -237,9 +290,10 @@ class PromptOps(ReferenceOps):
         gate_TX = self.linear(low_TF, weights.up)
         u_TH = torch.empty(rows, hidden, device=x_TSH.device)
         grid = (rows, -(-hidden // STREAM_THREADS), 1)
-        self._launch(
-            [Launch("streams_prompt.streams_mix", grid, STREAM_THREADS, 0, (gate_TX, n_TX, streams, hidden, u_TH))]
-        )
+        rounded_TH = torch.empty(rows, hidden, dtype=torch.bfloat16, device=x_TSH.device)
+        mixed = (gate_TX, n_TX, streams, hidden, u_TH, rounded_TH)
+        self._launch([Launch("streams_prompt.streams_mix", grid, STREAM_THREADS, 0, mixed)])
+        self._rounded = (u_TH, rounded_TH)
         return u_TH, c_TS
 
     def _hyper_gates(
@@ -405,9 +459,12 @@ class PromptOps(ReferenceOps):
         keys = key_BD
         if keys.shape[0] < blocks:  # of a frame that ends after the context
             keys = torch.nn.functional.pad(keys, (0, 0, 0, blocks - keys.shape[0]))
-        scores_TB = torch.zeros(frame.rows, blocks, device=device)
-        for head in range(q_TND.shape[1]):
-            scores_TB += self._calls.product(q_TND[:, head].contiguous(), keys).relu_()
+        if blocks and q_TND.shape[2] % 4 == 0:
+            (scores_TB,) = self._split(q_TND.flatten(1).contiguous(), [keys.contiguous()], q_TND.shape[1], block)
+        else:
+            scores_TB = torch.zeros(frame.rows, blocks, device=device)
+            for head in range(q_TND.shape[1]):
+                scores_TB += self._calls.product(q_TND[:, head].contiguous(), keys).relu_()
         listed_TM = torch.full((frame.rows, top_blocks), -1, dtype=torch.int32, device=device)
         arguments = (scores_TB, blocks, frame.start, frame.first, block, top_blocks, listed_TM)
         self._launch([Launch("attend_prompt.select_blocks", (frame.count, 1, 1), SELECTING, 0, arguments)])

@@ -29,8 +29,9 @@ __device__ __forceinline__ void norm(const float* x, const float* weight, float 
                     tensor::bf16_bits(own[i + j] * scale * (1.0f + weight[blockIdx.y * hidden + i + j])));
 }
 
-// u[row] = mean over streams, in order, of sigmoid(gate[row, s]) * normed[row, s].
-__device__ __forceinline__ void mix(const float* gate, const unsigned short* normed, int streams, int hidden, float* u) {
+// u[row] = mean over streams, in order, of sigmoid(gate[row, s]) * normed[row, s]; and rounded to BF16.
+__device__ __forceinline__ void mix(const float* gate, const unsigned short* normed, int streams, int hidden, float* u,
+                                    unsigned short* rounded) {
     const long long row = blockIdx.x;
     const int i = blockIdx.y * kThreads + threadIdx.x;
     if (i >= hidden) return;
@@ -39,7 +40,9 @@ __device__ __forceinline__ void mix(const float* gate, const unsigned short* nor
         const long long at = (row * streams + s) * hidden + i;
         total = rows::fused(rows::sigmoid(gate[at]), device::bf16_low(normed[at]), total);
     }
-    u[row * hidden + i] = total / static_cast<float>(streams);
+    const float mean = total / static_cast<float>(streams);
+    u[row * hidden + i] = mean;
+    rounded[row * hidden + i] = static_cast<unsigned short>(pairs::rounded(mean, 0.0f));
 }
 
 // sum[row, s] = x[row, s] + c[row, s] * y[row].
@@ -117,8 +120,9 @@ extern "C" __global__ void __launch_bounds__(256) streams_norm(const float* x, c
     strata::prompt::norm(x, weight, eps, streams, hidden, normed);
 }
 extern "C" __global__ void __launch_bounds__(256)
-    streams_mix(const float* gate, const unsigned short* normed, int streams, int hidden, float* u) {
-    strata::prompt::mix(gate, normed, streams, hidden, u);
+    streams_mix(const float* gate, const unsigned short* normed, int streams, int hidden, float* u,
+                unsigned short* rounded) {
+    strata::prompt::mix(gate, normed, streams, hidden, u, rounded);
 }
 extern "C" __global__ void __launch_bounds__(256)
     streams_add(const float* x, const float* c, const float* y, int streams, int hidden, float* sum) {
