@@ -56,8 +56,8 @@ def end_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def tell() -> None:
-    """The line that an interrupted command ends with; on a terminal behind the ``^C`` that it shows. The program is about
-    to end: another press does nothing."""
+    """The line that an interrupted command ends with; on a terminal behind the ``^C`` that it shows. The program is
+    about to end: another press does nothing."""
     if _begun:
         end()
     try:  # noqa: SIM105 - contextlib would be one import more before ``begin``
