@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 SUITE = """
 import pytest
 
@@ -49,7 +51,7 @@ def run_suite(root: Path, folder: Path, *words: str, require: str = "") -> tuple
     environment = {**os.environ, "STRATA_TESTS_REQUIRE": require, "PATH": "/usr/bin:/bin"}
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120,
+        cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=2 * PATIENCE_S,
     )  # fmt: skip
     return result.returncode, result.stdout
 
