@@ -20,6 +20,7 @@ import torch
 from strata.checkpoint.pack_writer import PackOptions
 from strata.engine.runtime import Runtime
 from strata.engine.session import Session
+from strata.kernels.cuda.prompt.frame import SHORT_ROWS
 from tests.engine.runtimes import open_runtime
 from tests.models.oracle import defined_ties, sample_ids, worst
 from tests.models.wide_models import VOCABULARY, WIDE, write_wide_pack
@@ -49,6 +50,7 @@ FORMATS = {
 # layers; the cache is BF16 (0.2 %), and a pick between two experts that are nearly alike may change. 1.7 % was the most
 # seen. The fault that this file was written for gave 40 to 150 %.
 TOLERANCE = {"bf16": 1e-5, "default": 5e-2}
+ON_TENSOR_CORES = 2e-2  # of BF16 activations: a card's prompts of more than SHORT_ROWS (decision record 0130)
 
 QUICK: dict[str, dict[str, Sequence[int]]] = {
     "qwen3_moe": {"bf16": LENGTHS, "default": (5, 8, 33, 64, 97, 101)},
@@ -101,7 +103,8 @@ def check(runtime: Runtime, format: str, plays: dict[int, Sequence[int]], expect
     wrong = {}
     for length, rounds in plays.items():
         found = differences(runtime, length, rounds, expected)
-        if (error := max(found.values())) > TOLERANCE[format]:
+        rounded = runtime.rounds is not None and length > SHORT_ROWS
+        if (error := max(found.values())) > max(TOLERANCE[format], ON_TENSOR_CORES * rounded):
             wrong[length] = f"{error:.1e} at position {max(found, key=lambda at: found[at])}"
     assert not wrong, f"{format}: prompts of these lengths, or the rounds after them, are wrong: {wrong}"
 

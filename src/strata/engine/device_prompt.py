@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from strata.engine.lockstep import run_together
+from strata.errors import EngineError
 from strata.kernels.cuda.prompt.calls import calls_for
 from strata.kernels.cuda.prompt.experts import ChunkExperts
 from strata.kernels.cuda.prompt.frame import FRAME_ROWS, Frame, frames_of
@@ -152,7 +153,12 @@ class ChunkReader:
             wanted = frame.stop - 1 if logits != "none" and number == len(frames) - 1 else None
             works.append(partial(self._forward, frame, padded, wanted))
         answer = partial(self._multiply, frames)
-        results = run_together(works, answer, prompt._compute.scope)
+        try:
+            results = run_together(works, answer, prompt._compute.scope)
+        except torch.OutOfMemoryError as error:
+            raise EngineError(
+                f"a chunk of {len(ids):,} rows needs more VRAM than was planned for it", "use a smaller --prefill"
+            ) from error
         self._weights.forget()
         state.advance(len(ids))
         found: torch.Tensor | None = results[-1]

@@ -33,6 +33,7 @@ __all__ = [
 CPU_CHUNK_ROWS = 512  # on the CPU a larger chunk saves no copies: experts are computed where they lie
 HEADROOM_DIVISOR = 4  # free RAM that nobody asked to keep is at most this part of what may be taken
 CHUNK_SHARE = 6  # part of what is left for experts that reserved rows of an 'auto' chunk may take
+MOST_ROWS = 16384  # of an 'auto' chunk: on an H200 computing takes longer than the link there, more gain nothing
 RESIDENT_ROWS = 8192  # of a chunk that streams nothing: more save nothing
 FLOP_PER_BYTE = 7400  # of a prompt's rows while a byte of an expert crosses the link, as measured on an H200
 AUTO_CONTEXT = 8192  # what 'auto' takes of a longer model: KV for more is planned only when asked for
@@ -144,7 +145,7 @@ def card_chunk_rows(shape: ModelShape, request: MemoryRequest, free_bytes: int, 
     beside = fixed_bytes(shape, request) - prompt_bytes(shape, 0, request.max_context)
     room = free_bytes - beside - request.vram_reserve_bytes
     wanted = shape.total_experts if request.expert_cache is None else min(shape.total_experts, request.expert_cache)
-    largest = _whole_frames(most)
+    largest = _whole_frames(min(most, MOST_ROWS))
 
     def buffers(rows: int) -> int:
         return prompt_bytes(shape, min(rows, request.max_context), request.max_context)
