@@ -33,7 +33,9 @@ Figures = dict[str, float | str]
 
 KINDS = (
     ("experts: gate and up", r"^gate_up_"), ("experts: down", r"^down_"), ("experts: sums", r"^sum_parts"),
-    ("delta rule", r"^delta_"), ("products", r"nvjet|gemm|cutlass|cublas|sm90_|sm80_xmma"),
+    ("delta rule", r"^(delta|prepare|scan)_\d"), ("FP32 products", r"^split_product"),
+    ("gates and norms", r"^(delta_inputs|gated|norm_rope|route|add_gated|streams_)"), ("dequantise", r"^dequantise"),
+    ("products", r"nvjet|gemm|cutlass|cublas|sm90_|sm80_xmma"),
     ("attention, dense", r"flash"), ("attention, masked", r"fmha|efficient|mem_eff"),
     ("sorting", r"[Ss]ort|topk|[Rr]adix|[Ss]can|searchsorted|gatherTopK"), ("sums of rows", r"reduce"),
     ("copies to the card", r"HtoD|Memcpy.*Host"), ("copies", r"Memcpy|[Cc]opy|Cat"),
@@ -190,12 +192,11 @@ def measure_mixers(launch: Callable[[list[Any]], None]) -> Figures:
     from strata.kernels.cuda.prompt.calls import CudaCalls
     from strata.kernels.cuda.prompt.frame import FRAME_ROWS, Frame
     from strata.kernels.cuda.prompt.ops import DenseWeights, PromptOps
-    from strata.kernels.ops import DeltaRows, HyperWeights, Matrix
 
     calls, found, rows = CudaCalls(), {}, FRAME_ROWS
     random = lambda *shape: torch.randn(*shape, device="cuda")  # noqa: E731
     for start in (0, 6144, 30720):
-        ops = PromptOps(Frame(start, rows, 0, rows), calls, DenseWeights(), launch)
+        ops = PromptOps(Frame(start, rows, 0, rows), calls, DenseWeights(launch), launch)
         for name, heads, groups, width in (("qwen3", 32, 4, 128), ("flash", 24, 2, 256)):
             q, k, v = (
                 random(rows, heads, width),
@@ -214,22 +215,124 @@ def measure_mixers(launch: Callable[[list[Any]], None]) -> Figures:
             found[f"sparse_{start}_ms"] = round(
                 1e3 * timed(partial(ops.sparse_attention, q, k, v, start, 0.1, chosen, 4)), 3
             )
-    ops = PromptOps(Frame(0, rows, 0, rows), calls, DenseWeights(), launch)
-    delta = DeltaRows(
-        random(rows, 16, 128) * 0.1, random(rows, 48, 128), random(rows, 48).sigmoid(), -random(rows, 48).abs()
-    )
-    q, state = random(rows, 16, 128), random(48, 128, 128)
-    found["delta_ms"] = round(1e3 * timed(lambda: ops.gated_delta(q, delta, state, None, write=True)), 3)
-    x = random(rows, 4, 2560)
-    weights = HyperWeights(
-        random(4, 2560), Matrix("bf16", random(320, 10240).bfloat16(), 10240),
-        Matrix("bf16", random(10240, 320).bfloat16(), 320), Matrix("bf16", random(4, 10240).bfloat16(), 10240), 1e-6,
-    )  # fmt: skip
-    found["streams_mix_ms"] = round(1e3 * timed(lambda: ops.hyper_mix(x, weights)), 3)
-    c, y = random(rows, 4), random(rows, 2560)
-    found["streams_add_ms"] = round(1e3 * timed(lambda: ops.hyper_add(x, c, y)), 3)
+    ops = PromptOps(Frame(0, rows, 0, rows), calls, DenseWeights(launch), launch)
+    found |= measure_elements(ops, launch)
     print(found)
     return found
+
+
+def measure_elements(ops: Any, launch: Callable[[list[Any]], None]) -> Figures:
+    """A pass of Flash-Next's delta net, gates, streams, router and FP32 products, each with its rate and beside torch's
+    own (``ReferenceOps`` on the card: what ran before)."""
+    from strata.kernels.cuda.prompt.frame import FRAME_ROWS
+    from strata.kernels.cuda.prompt.ops import DenseWeights
+    from strata.kernels.ops import DeltaWeights, HyperWeights, Matrix
+    from strata.kernels.reference import ReferenceOps
+    from strata.kernels.reference.delta import recurrent_delta
+
+    found, rows, plain = dict[str, float | str](), FRAME_ROWS, ReferenceOps()
+    random = lambda *shape: torch.randn(*shape, device="cuda")  # noqa: E731
+
+    def note(name: str, run: Callable[[], Any], nbytes: float, flop: float = 0.0, old: Callable[[], Any] | None = None):
+        seconds = timed(run)
+        found[f"{name}_ms"], found[f"{name}_gbs"] = round(1e3 * seconds, 4), round(nbytes / seconds / 1e9)
+        if flop:
+            found[f"{name}_tflops"] = round(flop / seconds / 1e12, 1)
+        if old is not None:
+            found[f"{name}_old_ms"] = round(1e3 * timed(old), 4)
+        print({key: value for key, value in found.items() if key.startswith(name)})
+
+    wide, values = 10240, 6144
+    weights = DeltaWeights(random(wide, 4), random(48), random(48), 16, 48, 128, 128)
+    qkv, tail, b, a = random(rows, wide), random(3, wide), random(rows, 48), random(rows, 48) - 3
+    q, delta = ops.delta_inputs(qkv, tail, b, a, weights)
+    note(
+        "delta_inputs", lambda: ops.delta_inputs(qkv, tail, b, a, weights), rows * wide * 6, 0,
+        lambda: plain.delta_inputs(qkv, tail, b, a, weights),
+    )  # fmt: skip
+    state = torch.zeros(48, 128, 128, device="cuda")
+    out = ops.gated_delta(q, delta, state, None, write=True)
+    assert torch.equal(out, ops.gated_delta(q, delta, torch.zeros_like(state), None, write=True)), "two runs differ"
+    some = slice(0, 256)
+    parts = [x[None, some].double() for x in (q, delta.k_TGD, delta.v_TNV, delta.beta_TN, delta.g_TN)]
+    exact, _ = recurrent_delta(*parts, torch.zeros(1, 48, 128, 128, device="cuda", dtype=torch.float64))
+    assert exact is not None
+    found["delta_error"] = float(f"{float((out[some] - exact[0]).norm() / exact[0].norm()):.2e}")
+    blocks_flop = rows * 48 * 2 * (5 * 32 * 128 + 3 * 128 * 128)
+    note(
+        "delta", lambda: ops.gated_delta(q, delta, state, None, write=True), rows * (8192 * 2 + values * 6),
+        blocks_flop, old_delta(q, delta, state, launch),
+    )  # fmt: skip
+    for index, name in enumerate(("delta_prepare", "delta_scan")):
+        ops._launch = lambda launches, index=index: launch(launches[index : index + 1])
+        note(name, lambda: ops.gated_delta(q, delta, state, None, write=True), rows * values * 10)
+    ops._launch = launch
+    o, z, w = random(rows, 48, 128), random(rows, 48, 128), random(128)
+    note(
+        "gated_norm", lambda: ops.gated_norm(o, z, w, 1e-6, "silu"), rows * values * 10, 0,
+        lambda: plain.gated_norm(o, z, w, 1e-6, "silu").bfloat16(),
+    )  # fmt: skip
+    both, cos, sin = random(rows, 24, 2, 256), random(rows, 32), random(rows, 32)
+    heads = [(both[:, :, 0], random(256)), (random(rows, 2, 256), random(256))]
+    note(
+        "norm_rope", lambda: ops.norm_rope(heads, 1e-6, cos, sin, plus_one=True), rows * 26 * 256 * 8, 0,
+        lambda: plain.norm_rope(heads, 1e-6, cos, sin, plus_one=True),
+    )  # fmt: skip
+    logits = random(rows, 512)
+    note(
+        "router", lambda: ops.router(logits, 10, renormalise=True), rows * 512 * 4, 0,
+        lambda: plain.router(logits, 10, renormalise=True),
+    )  # fmt: skip
+    u = random(rows, 2560)
+    for name, matrices in (
+        ("product_router", [Matrix("f32", random(512, 2560), 2560)]),
+        ("product_gates", [Matrix("f32", random(48, 2560), 2560) for _ in range(2)]),
+    ):
+        outs = sum(one.rows for one in matrices)
+        note(
+            name, partial(ops.linears, u, matrices), 4 * (rows + outs) * 2560, 2 * rows * 2560 * outs,
+            lambda matrices=matrices: [torch.mm(u, one.data.T) for one in matrices],
+        )  # fmt: skip
+    codes, scales = torch.randint(-127, 128, (wide, 2560), dtype=torch.int8, device="cuda"), random(wide, 80).half()
+    eight = Matrix("q8_0", codes, 2560, scales)
+    note("dequantise", lambda: DenseWeights(launch).get(eight), wide * 2560 * 3.06)
+    x = random(rows, 4, 2560)
+    mixer = HyperWeights(
+        random(4, 2560), Matrix("bf16", random(320, wide).bfloat16(), wide),
+        Matrix("bf16", random(wide, 320).bfloat16(), 320), Matrix("bf16", random(4, wide).bfloat16(), wide), 1e-6,
+    )  # fmt: skip
+    c, y = random(rows, 4), random(rows, 2560)
+    note("streams_mix", lambda: ops.hyper_mix(x, mixer), rows * wide * 14)
+    note("streams_add_mix", lambda: ops.hyper_mix(ops.hyper_add(x, c, y), mixer), rows * wide * 20)
+    one = random(rows, 1)
+    note("add_gated", lambda: ops.add_gated(y, one, u), rows * 2560 * 12, 0, lambda: plain.add_gated(y, one, u))
+    return found
+
+
+def old_delta(
+    q: torch.Tensor, delta: Any, state: torch.Tensor, launch: Callable[[list[Any]], None]
+) -> Callable[[], Any]:
+    """The rule row after row in FP32, which ran before."""
+    import ctypes
+
+    from strata.kernels.cuda.program import Launch
+
+    class Rows(ctypes.Structure):
+        _fields_ = (
+            *((name, ctypes.c_uint64) for name in ("q", "k", "v", "beta", "decay", "state", "out")),
+            *((name, ctypes.c_int) for name in ("first", "stop", "groups", "heads", "key", "value")),
+        )
+
+    kept = [q.float(), delta.k_TGD.float(), delta.v_TNV.float(), delta.beta_TN, delta.g_TN, state.clone()]
+    kept.append(torch.empty_like(kept[2]))
+    one = Rows(*(x.data_ptr() for x in kept), 0, q.shape[0], q.shape[1], state.shape[0], *state.shape[1:])
+    launches = [Launch("delta_prompt.delta_128", (8, state.shape[0], 1), 128, 0, (one,))]
+
+    def run() -> list[torch.Tensor]:
+        launch(launches)
+        return kept
+
+    return run
 
 
 def measure_parts() -> Figures:

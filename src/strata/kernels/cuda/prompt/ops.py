@@ -404,10 +404,9 @@ class PromptOps(ReferenceOps):
             )
         blocks = -(-q_TGD.shape[0] // BLOCK_ROWS)
         o_TNV = (torch.empty if frame.count == frame.rows else torch.zeros)(rows.v_TNV.shape, device=device)
-        bf16 = {"dtype": torch.bfloat16, "device": device}
         room = (
-            torch.empty(blocks, heads, BLOCK_ROWS, wide, **bf16),
-            torch.empty(blocks, heads, BLOCK_ROWS, BLOCK_ROWS, **bf16),
+            torch.empty(blocks, heads, BLOCK_ROWS, wide, dtype=torch.bfloat16, device=device),
+            torch.empty(blocks, heads, BLOCK_ROWS, BLOCK_ROWS, dtype=torch.bfloat16, device=device),
             torch.empty(blocks, heads, wide, BLOCK_ROWS, device=device),
             torch.empty(blocks, heads, 2, BLOCK_ROWS, device=device),
         )
