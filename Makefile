@@ -17,7 +17,7 @@ endef
 help:
 	@echo "make run          install, build, and run the demo   [PROMPT='def read_lines(path):'] [ARGS='--threads 2']"
 	@echo "make test         install, build, and run all tests  [ARGS='-k config']"
-	@echo "make test-all     the same with the tests marked long, and test-sanitize"
+	@echo "make test-all     the same with the tests marked long, test-sanitize and verify-full"
 	@echo "make test-sanitize native kernels with every read and write checked"
 	@echo "make build        install, and compile the native library"
 	@echo "make lint         ruff and strict types"
@@ -38,7 +38,7 @@ test: environment-dev native
 # Everything: what make test leaves out takes minutes, so it is run before a change is merged and not while working.
 test-all: environment-dev native
 	@$(PY) -m pytest -n $(WORKERS) -q --long $(ARGS)
-	@$(MAKE) --no-print-directory test-sanitize
+	@$(MAKE) --no-print-directory test-sanitize verify-full
 
 # Rows, experts, pool and stager twice (decision record 0111): with the library whose reads and writes are checked, and with
 # the shipped one where malloc hands out no zeros. Leaks are not looked for: Python and torch keep what they have.
