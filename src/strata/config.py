@@ -245,7 +245,7 @@ class Requested:
         Prefill(),
         parse_prefill,
         "prompt",
-        "Rows of a prompt chunk: auto is 512 on the CPU, on a card what covers the link; auto:N at most N, N just N.",
+        "Rows of a prompt chunk: auto is 512 on the CPU, on a card up to 16,384; auto:N at most N; N, there by 32s.",
         metavar="auto[:N]|N",
     )
     prefill_borrow: bool = option(
